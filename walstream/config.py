@@ -1,0 +1,193 @@
+"""Configuration: one model, filled from flags, environment, ``walstream.toml`` and arguments, in that order.
+
+Everything that ``Stream(...)`` takes and every flag of the command line is a field here, so that each setting is
+described once. See docs/operations.md for the table.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from .errors import ConfigError
+
+DEFAULT_FILE: Final = Path("walstream.toml")
+ENV_PREFIX: Final = "WALSTREAM_"
+
+MiB: Final = 1024 * 1024
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Columns(_Model):
+    """What the ledger's table calls the six columns that walstream needs."""
+
+    seq: str = "seq"
+    session_id: str = "session_id"
+    agent_id: str = "agent_id"
+    event_type: str = "event_type"
+    payload: str = "payload"
+    created_at: str = "created_at"
+
+    def names(self) -> tuple[str, str, str, str, str, str]:
+        """The names in the fixed order of ``walstream.event.Row``."""
+        return (self.seq, self.session_id, self.agent_id, self.event_type, self.payload, self.created_at)
+
+
+class LedgerTable(_Model):
+    """Where the ledger stands: the table and its mapping."""
+
+    namespace: str = Field("public", description="schema of the table")
+    table: str = Field("agent_events", description="name of the table")
+    columns: Columns = Columns()
+
+    @property
+    def qualified(self) -> str:
+        """``"schema"."table"``, quoted for SQL."""
+        return f"{quote(self.namespace)}.{quote(self.table)}"
+
+
+class ProjectorSettings(_Model):
+    """Options of one projector, each of which overrides what its class says. ``None`` leaves the class's own."""
+
+    start: Literal["earliest", "latest"] | int | None = Field(None, description="where a new projector begins")
+    on_poison: Literal["park", "halt"] | None = Field(None, description="after the last attempt")
+    max_attempts: int | None = Field(None, ge=1)
+    lanes: int | None = Field(None, ge=1, le=256)
+    batch: int | None = Field(None, ge=1, description="events handed over at once, at the most")
+    deadline: float | None = Field(None, gt=0, description="seconds a transactional batch may take")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the projector as keyword arguments")
+
+
+class Settings(_Model):
+    """All settings of one stream."""
+
+    dsn: str = Field("", description="libpq connection string or URI of the database that holds the ledger")
+    replication_dsn: str | None = Field(None, description="another one for the replication connection (past a pooler)")
+    namespace: str = Field("walstream", description="schema of walstream's own tables, one a stream")
+    ledger: LedgerTable = LedgerTable()
+    slot: str = Field("walstream", pattern=r"^[a-z0-9_]{1,63}$", description="name of the replication slot")
+    publication: str = Field("walstream", min_length=1, max_length=63)
+    environment: str = Field("default", min_length=1, description="production, staging, …: a copy must not pass for it")
+    allow_unbounded_slot: bool = Field(False, description="run although max_slot_wal_keep_size is -1")
+
+    buffer_bytes: int = Field(64 * MiB, ge=MiB, description="hot buffer: events kept in memory for projectors")
+    pending_bytes: int = Field(16 * MiB, ge=MiB, description="received and not yet ordered, at the most")
+    chunk_bytes: int = Field(4 * MiB, ge=64 * 1024, description="a segment's payload, at the most (a larger event is its own)")
+    lease_seconds: float = Field(10.0, ge=1, description="a silent ingest is replaced after this long")
+    idle_persist_seconds: float = Field(30.0, ge=0.1, description="how often an idle position is written down")
+    liveness_seconds: float = Field(20.0, ge=1, description="silence after which a canary must come through the stream")
+    poll_seconds: float = Field(1.0, gt=0, description="readers look for new order this often when nobody wakes them")
+    connect_timeout: int = Field(10, ge=2, description="seconds for a connection to be made")
+    drain_seconds: float = Field(10.0, ge=0, description="at SIGTERM: time for projectors to finish their batch")
+    retry_cap_seconds: float = Field(30.0, gt=0, description="longest pause between two attempts to reconnect")
+
+    projectors: dict[str, ProjectorSettings] = Field(default_factory=dict)
+
+    @field_validator("dsn")
+    @classmethod
+    def _dsn_is_one_line(cls, value: str) -> str:
+        if "\0" in value or "\n" in value:
+            raise ValueError("a connection string is one line")
+        return value
+
+    def require_dsn(self) -> str:
+        """Return the connection string.
+
+        Raises:
+            ConfigError: none was given.
+        """
+        if not self.dsn:
+            raise ConfigError(
+                "no database was named",
+                hint=f"give --dsn, set {ENV_PREFIX}DSN, or write dsn = '…' into {DEFAULT_FILE}",
+            )
+        return self.dsn
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: Path | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Merge the four sources into settings: flags win over environment over file over arguments.
+
+    Args:
+        flags: what the command line gave; ``None`` values count as absent.
+        file: a TOML file; without it ``walstream.toml`` in the working directory is read if it is there.
+        arguments: what the Python program passed to ``Stream(...)``.
+        environ: instead of ``os.environ``.
+
+    Raises:
+        ConfigError: a file is missing or not TOML, a key is unknown, a value does not fit.
+    """
+    environ = os.environ if environ is None else environ
+    if file is None and environ.get(f"{ENV_PREFIX}CONFIG"):
+        file = Path(environ[f"{ENV_PREFIX}CONFIG"])
+    merged: dict[str, Any] = {}
+    for layer in (arguments or {}, _read_file(file), _read_environment(environ), flags or {}):
+        _merge(merged, {key: value for key, value in layer.items() if value is not None})
+    try:
+        return Settings.model_validate(merged)
+    except ValidationError as error:
+        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+        raise ConfigError(f"the configuration does not fit: {lines}", hint="docs/operations.md lists every key") from None
+
+
+def quote(identifier: str) -> str:
+    """Quote an SQL identifier (documentation, 4.1.1 "Identifiers and Key Words").
+
+    Raises:
+        ConfigError: it holds a NUL character, which no identifier can.
+    """
+    if "\0" in identifier:
+        raise ConfigError(f"{identifier!r} cannot be a name in SQL")
+    return '"' + identifier.replace('"', '""') + '"'
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        elif isinstance(value, Mapping):
+            into[key] = {}
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _read_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        if not DEFAULT_FILE.is_file():
+            return {}
+        file = DEFAULT_FILE
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error}") from None
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """``WALSTREAM_SLOT=…``; two underscores step into a table: ``WALSTREAM_LEDGER__TABLE=…``."""
+    found: dict[str, Any] = {}
+    known = Settings.model_fields
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX):
+            continue
+        path = name[len(ENV_PREFIX) :].lower().split("__")
+        if path[0] not in known or not value:
+            continue  # WALSTREAM_TEST_DSN, WALSTREAM_PG_BIN and the like are not settings of a stream
+        step = found
+        for part in path[:-1]:
+            step = step.setdefault(part, {})
+        step[path[-1]] = value
+    return found
