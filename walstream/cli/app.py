@@ -1,0 +1,113 @@
+"""The frame of the command line: which commands there are, and how an error reaches the reader.
+
+A command raises; it never prints an error and never exits by itself for one. What is raised on purpose
+(:class:`walstream.errors.WalstreamError`) is shown as message and hint, with the exit code it carries. Anything else is
+a fault of walstream and keeps its traceback, because that is what a report needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from walstream.errors import WalstreamError
+
+from . import console
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+# Each exposes `register(app: typer.Typer) -> None`. The order is the order of `walstream --help`.
+COMMANDS: Final[tuple[str, ...]] = ()
+
+INTERRUPTED: Final = 130
+"""128 + SIGINT, what a shell reports for Ctrl-C."""
+BROKEN_PIPE: Final = 141
+"""128 + SIGPIPE, what a shell reports for `command | head`."""
+
+
+class Commands(TyperGroup):
+    """Turns what a command raises into one message and one exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        console.begin()
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except BrokenPipeError:
+            # The reader went away: nothing to say, and nobody to say it to. Python would complain once more when it
+            # flushes stdout at exit, so let it flush into nothing.
+            _discard_stdout()
+            code = BROKEN_PIPE
+        except WalstreamError as error:
+            console.show_error(error)
+            code = int(error.exit_code)
+        except Exception as error:
+            if not type(error).__module__.startswith("psycopg2"):
+                raise
+            from walstream.source.failures import classify
+
+            known = classify(error, doing=f"walstream {ctx.invoked_subcommand}")
+            console.show_error(known)
+            code = int(known.exit_code)
+        raise typer.Exit(code)
+
+
+app = typer.Typer(
+    name="walstream",
+    cls=Commands,
+    help="Tail an append-only Postgres ledger of agent events, in commit order, and drive projectors.",
+    epilog="Settings come from flags, WALSTREAM_… variables and walstream.toml, in that order.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,  # they print local variables, and a DSN with its password can be one
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"walstream {version('walstream')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _frame(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of walstream itself."""
+
+
+def _register_all() -> None:
+    for name in COMMANDS:
+        module: ModuleType = importlib.import_module(f".{name}", __package__)
+        module.register(app)
+
+
+_register_all()
+
+
+def _discard_stdout() -> None:
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
