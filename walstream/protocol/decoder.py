@@ -10,8 +10,8 @@ Protocol" (55.5). The rules:
   open), 3 adds b P K r p (two-phase commit), 4 adds position and time to A, with ``streaming 'parallel'`` only.
   There are two exceptions to "adds". A slot made with ``two_phase`` sends b P K r under every version. And
   PostgreSQL 18 can send an A under version 1, for a transaction that was rolled back while it was being decoded.
-- Between S and E each R Y I U D T M has an xid right after its letter. O has none. B, C, b, P, c, A and p never stand in
-  there. That is the only state this decoder keeps.
+- Between S and E each R Y I U D T M has an xid right after its letter. O has none. B, C, b, P, K, r, c, A and p never
+  stand in there. That is the only state this decoder keeps.
 - R comes before the first change of each new shape of a table, with LSN 0. An empty namespace means ``pg_catalog``.
 - A tuple is a count and then, for each column, ``n`` (NULL, or not part of the key in a K tuple), ``u`` (unchanged
   TOAST), ``t`` (text) or ``b`` (binary; only with the option ``binary``).
@@ -23,14 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from struct import Struct
 from struct import error as StructError
-from typing import Final, NoReturn
+from typing import Final
 
-from ..errors import DecodeError
+from walstream.errors import DecodeError
+
+from .fields import Fields
 from .messages import (
-    UNCHANGED,
     Begin,
     BeginPrepare,
-    Binary,
     Column,
     Commit,
     CommitPrepared,
@@ -50,8 +50,6 @@ from .messages import (
     Truncate,
     Type,
     Update,
-    Value,
-    Values,
 )
 
 # The letters as integers, as `payload[0]` gives them.
@@ -81,9 +79,6 @@ PROTOCOL_VERSIONS: Final = range(1, 5)
 _NEW: Final = frozenset("N")
 _BEFORE: Final = frozenset("KO")
 _ANY: Final = frozenset("KON")
-
-# Letters of the columns inside a tuple.
-_NULL, _UNCHANGED, _TEXT, _BINARY = 0x6E, 0x75, 0x74, 0x62
 
 _CASCADE, _RESTART_IDENTITY = 1, 2  # Truncate's flags
 _REPLICA_IDENTITIES: Final = frozenset("dnfi")
@@ -169,7 +164,7 @@ class Decoder:
                 f"unknown message type {tag:#04x}",
                 tag=chr(tag),
                 lsn=lsn,
-                hint="this server speaks a newer pgoutput, or the slot's plugin is not pgoutput; nothing was acknowledged",
+                hint="the server speaks a newer pgoutput, or the slot's plugin is another; nothing was acknowledged",
             )
         if self.in_block:
             if tag in _NOT_IN_A_BLOCK:
@@ -180,7 +175,7 @@ class Decoder:
             tag == STREAM_PREPARE and self.protocol_version < 3
         ):
             raise DecodeError(f"not a message of protocol version {self.protocol_version}", tag=chr(tag), lsn=lsn)
-        fields = _Fields(payload, lsn, self.in_block, self.protocol_version)
+        fields = Fields(payload, lsn, self.in_block, self.protocol_version)
         message = read(fields)
         fields.end()
         if tag == STREAM_START:
@@ -190,143 +185,39 @@ class Decoder:
         return message
 
 
-class _Fields:
-    """A message's payload and how far it has been read. Every read checks that the bytes are there."""
-
-    __slots__ = ("at", "in_block", "lsn", "payload", "version")
-
-    def __init__(self, payload: bytes, lsn: int, in_block: bool, version: int) -> None:
-        self.payload = payload
-        self.at = 1
-        self.lsn = lsn
-        self.in_block = in_block
-        self.version = version
-
-    def fail(self, reason: str, hint: str = "") -> NoReturn:
-        raise DecodeError(reason, tag=chr(self.payload[0]), lsn=self.lsn, hint=hint)
-
-    def end(self) -> None:
-        left = len(self.payload) - self.at
-        if left:
-            self.fail(f"{left} bytes left over after byte {self.at}")
-
-    def _take(self, size: int) -> bytes:
-        at = self.at
-        end = at + size
-        if end > len(self.payload):
-            self.fail(f"cut short: {size} bytes were to come at byte {at}, {len(self.payload) - at} did")
-        self.at = end
-        return self.payload[at:end]
-
-    def unsigned(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "big")
-
-    def signed(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "big", signed=True)
-
-    def count(self, size: int) -> int:
-        """A number of things or bytes: sent signed, never negative."""
-        at = self.at
-        number = self.signed(size)
-        if number < 0:
-            self.fail(f"a length of {number} at byte {at}")
-        return number
-
-    def flags(self, known: int) -> int:
-        """One byte of flags, none of them outside of ``known``."""
-        flags = self.unsigned(1)
-        if flags & ~known:
-            self.fail(f"flags {flags:#x} are not known")
-        return flags
-
-    def char(self, allowed: frozenset[str]) -> str:
-        letter = chr(self.unsigned(1))
-        if letter not in allowed:
-            self.fail(f"{letter!r} at byte {self.at - 1} is none of {', '.join(sorted(allowed))}")
-        return letter
-
-    def name(self) -> str:
-        at = self.at
-        end = self.payload.find(0, at)
-        if end < 0:
-            self.fail(f"no NUL byte ends the name at byte {at}")
-        self.at = end + 1
-        try:
-            return self.payload[at:end].decode()
-        except UnicodeDecodeError as error:
-            self.fail(
-                f"the name at byte {at} is not UTF-8 ({error.reason})",
-                hint="the connection must have client_encoding = UTF8; a database in SQL_ASCII can hold names that are none",
-            )
-
-    def lsn64(self) -> int:
-        return self.unsigned(8)
-
-    def time(self) -> int:
-        return self.signed(8)
-
-    def xid(self) -> int:
-        return self.unsigned(4)
-
-    def block_xid(self) -> int | None:
-        """The xid that a change has inside a stream block only."""
-        return self.unsigned(4) if self.in_block else None
-
-    def oid(self) -> int:
-        return self.unsigned(4)
-
-    def sized(self) -> bytes:
-        return self._take(self.count(4))
-
-    def values(self) -> Values:
-        return tuple([self._value() for _ in range(self.count(2))])
-
-    def _value(self) -> Value:
-        kind = self.unsigned(1)
-        if kind == _TEXT:
-            return self.sized()
-        if kind == _NULL:
-            return None
-        if kind == _UNCHANGED:
-            return UNCHANGED
-        if kind == _BINARY:
-            return Binary(self.sized())
-        self.fail(f"a column of the unknown kind {kind:#04x} at byte {self.at - 1}")
-
-
-def _begin_message(f: _Fields) -> Begin:
+def _begin_message(f: Fields) -> Begin:
     return Begin(f.lsn64(), f.time(), f.xid())
 
 
-def _commit_message(f: _Fields) -> Commit:
+def _commit_message(f: Fields) -> Commit:
     f.flags(0)
     return Commit(f.lsn64(), f.lsn64(), f.time())
 
 
-def _origin(f: _Fields) -> Origin:
+def _origin(f: Fields) -> Origin:
     return Origin(f.lsn64(), f.name())
 
 
-def _relation(f: _Fields) -> Relation:
+def _relation(f: Fields) -> Relation:
     xid = f.block_xid()
     oid, namespace, name, identity = f.oid(), f.name() or "pg_catalog", f.name(), f.char(_REPLICA_IDENTITIES)
     columns = tuple([Column(f.flags(1) == 1, f.name(), f.oid(), f.signed(4)) for _ in range(f.count(2))])
     return Relation(oid, namespace, name, identity, columns, xid)
 
 
-def _type(f: _Fields) -> Type:
+def _type(f: Fields) -> Type:
     xid = f.block_xid()
     return Type(f.oid(), f.name() or "pg_catalog", f.name(), xid)
 
 
-def _insert(f: _Fields) -> Insert:
+def _insert(f: Fields) -> Insert:
     xid = f.block_xid()
     oid = f.oid()
     f.char(_NEW)
     return Insert(oid, f.values(), xid)
 
 
-def _update(f: _Fields) -> Update:
+def _update(f: Fields) -> Update:
     xid = f.block_xid()
     oid = f.oid()
     part = f.char(_ANY)
@@ -338,7 +229,7 @@ def _update(f: _Fields) -> Update:
     return Update(oid, new, before if part == "K" else None, before if part == "O" else None, xid)
 
 
-def _delete(f: _Fields) -> Delete:
+def _delete(f: Fields) -> Delete:
     xid = f.block_xid()
     oid = f.oid()
     part = f.char(_BEFORE)
@@ -346,7 +237,7 @@ def _delete(f: _Fields) -> Delete:
     return Delete(oid, before if part == "K" else None, before if part == "O" else None, xid)
 
 
-def _truncate(f: _Fields) -> Truncate:
+def _truncate(f: Fields) -> Truncate:
     xid = f.block_xid()
     relations = f.count(4)
     flags = f.flags(_CASCADE | _RESTART_IDENTITY)
@@ -357,28 +248,28 @@ def _truncate(f: _Fields) -> Truncate:
     return Truncate(oids, bool(flags & _CASCADE), bool(flags & _RESTART_IDENTITY), xid)
 
 
-def _message(f: _Fields) -> LogicalMessage:
+def _message(f: Fields) -> LogicalMessage:
     xid = f.block_xid()
     flags = f.flags(1)
     lsn, prefix, content = f.lsn64(), f.name(), f.sized()
     return LogicalMessage(flags == 1, lsn, prefix, content, xid)
 
 
-def _stream_start(f: _Fields) -> StreamStart:
+def _stream_start(f: Fields) -> StreamStart:
     return StreamStart(f.xid(), f.flags(1) == 1)
 
 
-def _stream_stop(_: _Fields) -> StreamStop:
+def _stream_stop(_: Fields) -> StreamStop:
     return StreamStop()
 
 
-def _stream_commit(f: _Fields) -> StreamCommit:
+def _stream_commit(f: Fields) -> StreamCommit:
     xid = f.xid()
     f.flags(0)
     return StreamCommit(xid, f.lsn64(), f.lsn64(), f.time())
 
 
-def _stream_abort(f: _Fields) -> StreamAbort:
+def _stream_abort(f: Fields) -> StreamAbort:
     xid, sub_xid = f.xid(), f.xid()
     # Whether position and time follow depends on the option `streaming` too, so the length decides.
     if f.version < 4 or f.at == len(f.payload):
@@ -386,31 +277,31 @@ def _stream_abort(f: _Fields) -> StreamAbort:
     return StreamAbort(xid, sub_xid, f.lsn64(), f.time())
 
 
-def _begin_prepare(f: _Fields) -> BeginPrepare:
+def _begin_prepare(f: Fields) -> BeginPrepare:
     return BeginPrepare(f.lsn64(), f.lsn64(), f.time(), f.xid(), f.name())
 
 
-def _prepare(f: _Fields) -> Prepare:
+def _prepare(f: Fields) -> Prepare:
     f.flags(0)
     return Prepare(f.lsn64(), f.lsn64(), f.time(), f.xid(), f.name())
 
 
-def _commit_prepared(f: _Fields) -> CommitPrepared:
+def _commit_prepared(f: Fields) -> CommitPrepared:
     f.flags(0)
     return CommitPrepared(f.lsn64(), f.lsn64(), f.time(), f.xid(), f.name())
 
 
-def _rollback_prepared(f: _Fields) -> RollbackPrepared:
+def _rollback_prepared(f: Fields) -> RollbackPrepared:
     f.flags(0)
     return RollbackPrepared(f.lsn64(), f.lsn64(), f.time(), f.time(), f.xid(), f.name())
 
 
-def _stream_prepare(f: _Fields) -> StreamPrepare:
+def _stream_prepare(f: Fields) -> StreamPrepare:
     f.flags(0)
     return StreamPrepare(f.lsn64(), f.lsn64(), f.time(), f.xid(), f.name())
 
 
-_READERS: Final[Mapping[int, Callable[[_Fields], Message]]] = {
+_READERS: Final[Mapping[int, Callable[[Fields], Message]]] = {
     BEGIN: _begin_message,
     COMMIT: _commit_message,
     ORIGIN: _origin,

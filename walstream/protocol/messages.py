@@ -1,8 +1,8 @@
 """What pgoutput says, one frozen class a message.
 
-Positions are integers (``walstream.lsn``). Times are microseconds since 2000-01-01 UTC by the server's clock; 0 in Begin and
-Commit means unknown (a transaction with a replication origin). ``xid`` of a change is the id of the (sub)transaction
-that made it, and is sent inside a stream block only: elsewhere it is ``None``.
+Positions are integers (``walstream.lsn``). Times are microseconds since 2000-01-01 UTC by the server's clock; 0 in
+Begin and Commit means unknown (a transaction with a replication origin). ``xid`` of a change is the id of the
+(sub)transaction that made it, and is sent inside a stream block only: elsewhere it is ``None``.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats" (55.9), whose names the classes keep.
 """
@@ -54,7 +54,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """End of a transaction. ``end_lsn`` is what may be acknowledged; ``commit_lsn`` equals the Begin's ``final_lsn``."""
+    """End of a transaction. ``end_lsn`` may be acknowledged; ``commit_lsn`` is the ``final_lsn`` of its Begin."""
 
     TAG: ClassVar[str] = "C"
     commit_lsn: int
