@@ -1,0 +1,171 @@
+"""walstream's own tables: numbered SQL files, applied in order and written down in ``migrations``.
+
+The files are the only source: ``install`` runs them and ``statements`` prints them, so a schema made by a DBA from the
+printed script and one made by ``walstream init`` are identical. Migrations only ever add; what a release no longer
+needs is dropped one release later, so that two neighbouring releases run on one schema while they are exchanged.
+``walstream run`` never migrates: it checks (:func:`require_schema`) and names the command.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+from walstream.config import LedgerTable, Settings, quote
+from walstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+    from psycopg2.extensions import cursor as Cursor
+
+REQUIRED_VERSION: Final = 1
+"""The oldest schema that this release runs on. Newer ones are accepted (see above)."""
+
+_PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
+_FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One numbered file.
+
+    Attributes:
+        version: its number, from 1, without gaps.
+        name: what stands behind the number in the file's name.
+        template: its SQL, with ``$namespace`` where the schema's name belongs.
+    """
+
+    version: int
+    name: str
+    template: str
+
+    def sql(self, namespace: str) -> str:
+        """Its SQL for the schema ``namespace``."""
+        return fill(self.template, {"namespace": quote(namespace)})
+
+    def record(self, namespace: str) -> str:
+        """The statement that writes down that it was applied."""
+        return f"INSERT INTO {quote(namespace)}.migrations (version, name) VALUES ({self.version}, '{self.name}');"
+
+
+def fill(template: str, names: dict[str, str]) -> str:
+    """Replace each ``$name`` by its (quoted) value, in one pass: a value that holds a ``$`` is not looked at again.
+
+    A ``$word`` that is not in ``names`` stays: function bodies are quoted with such words.
+    """
+    return _PLACEHOLDER.sub(lambda match: names.get(match[1], match[0]), template)
+
+
+@cache
+def migrations() -> tuple[Migration, ...]:
+    """All migrations that this release knows, in order."""
+    found = [
+        Migration(int(match[1]), match[2], entry.read_text(encoding="utf-8"))
+        for entry in files(__package__).joinpath("sql").iterdir()
+        if (match := _FILE.match(entry.name))
+    ]
+    return tuple(sorted(found, key=lambda migration: migration.version))
+
+
+def ledger_sql(ledger: LedgerTable) -> str:
+    """The statements that make the ledger's own table, under the names of the configuration."""
+    template = files(__package__).joinpath("sql", "ledger.sql").read_text(encoding="utf-8")
+    columns = {name: quote(getattr(ledger.columns, name)) for name in type(ledger.columns).model_fields}
+    return fill(template, {"table": ledger.qualified, **columns})
+
+
+def installed_version(cur: Cursor, namespace: str) -> int:
+    """The schema's version in the database; 0 if it is not there.
+
+    Raises:
+        ConfigError: a schema of that name is there and is somebody else's.
+    """
+    cur.execute(
+        """
+        SELECT n.oid IS NOT NULL,
+               (SELECT array_agg(a.attname::text) FROM pg_catalog.pg_attribute AS a
+                 WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
+          FROM (SELECT %s::text AS name) AS wanted
+          LEFT JOIN pg_catalog.pg_namespace AS n ON n.nspname = wanted.name
+          LEFT JOIN pg_catalog.pg_class AS c
+                 ON c.relnamespace = n.oid AND c.relname = 'migrations' AND c.relkind = 'r'""",
+        (namespace,),
+    )
+    row = cur.fetchone()
+    assert row is not None
+    columns = row[1]
+    if columns is None:
+        return 0
+    if set(columns) != {"version", "name", "applied_at"}:
+        raise ConfigError(
+            f"the schema {namespace!r} holds a table `migrations` that is not walstream's",
+            hint="choose another schema for walstream's own tables: --namespace NAME",
+        )
+    cur.execute(f"SELECT coalesce(max(version), 0) FROM {quote(namespace)}.migrations")
+    row = cur.fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def require_schema(conn: Connection, settings: Settings) -> int:
+    """Check that the schema is there and new enough; return its version.
+
+    Raises:
+        ConfigError: it is not; the hint names the command to run.
+    """
+    with conn.cursor() as cur:
+        version = installed_version(cur, settings.namespace)
+    if version == 0:
+        raise ConfigError(
+            f"walstream is not installed in this database: there is no schema {settings.namespace!r} of its tables",
+            hint="run `walstream init` (or hand the output of `walstream init --sql` to a DBA)",
+        )
+    if version < REQUIRED_VERSION:
+        raise ConfigError(
+            f"the schema {settings.namespace!r} has version {version}, and this release needs {REQUIRED_VERSION}",
+            hint="run `walstream init` with this release; `walstream run` never changes the schema by itself",
+        )
+    return version
+
+
+def pending(version: int) -> tuple[Migration, ...]:
+    """The migrations that a schema of ``version`` lacks."""
+    return tuple(migration for migration in migrations() if migration.version > version)
+
+
+def statements(namespace: str, version: int = 0) -> list[str]:
+    """What brings a schema of ``version`` up to date, as scripts to run in order and in one transaction."""
+    lacking = pending(version)
+    scripts = [f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)};"] if lacking else []
+    for migration in lacking:
+        scripts += [migration.sql(namespace).strip(), migration.record(namespace)]
+    return scripts
+
+
+def install(conn: Connection, namespace: str) -> int:
+    """Bring the schema up to date in one transaction; return how many migrations ran.
+
+    Safe to call by several processes at once: an advisory lock of the transaction lines them up.
+
+    Raises:
+        ConfigError: a schema of that name is somebody else's.
+    """
+    autocommit = conn.autocommit
+    if not autocommit:
+        conn.rollback()  # whatever the caller read before must not hold an older view of the schema
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            cur.execute(
+                "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%s, 0))",
+                (f"walstream:{namespace}",),
+            )
+            version = installed_version(cur, namespace)
+            for script in statements(namespace, version):
+                cur.execute(script)
+            return len(pending(version))
+    finally:
+        conn.autocommit = autocommit
