@@ -1,0 +1,273 @@
+"""From messages to transactions: what ingest does with each message of the stream, without any I/O.
+
+Rules kept here (numbers: docs/architecture.md, "The rules of ingest"):
+
+- 5: a transaction larger than a chunk is handed on in pieces; a resend skips exactly the inserts that have an offset.
+- 6: what is no insert into the ledger (UPDATE, DELETE, TRUNCATE) is a violation, never an event.
+- Decoding follows the newest relation message of a table (by name, column by column), and the ledger is followed by
+  its OID: a table that merely carries its name is not the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..config import Columns
+from ..errors import DecodeError, LedgerError
+from ..event import Commit, Row
+from ..lsn import format_lsn
+from ..protocol.decoder import Decoder
+from ..protocol.ledger_row import BEGIN, COMMIT, INSERT, compile_row_decoder, decode_begin, decode_commit
+from ..protocol.messages import Delete, Relation, Truncate, Update, Values
+
+Piece = tuple[Commit, int, int, int]
+"""(commit, rows, end LSN or 0 if the commit goes on, ledger inserts of that commit up to here)."""
+
+_ALL = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that an append-only ledger should never show."""
+
+    kind: str  # duplicate-seq, update, delete, truncate
+    commit_lsn: int
+    ordinal: int  # which change of its transaction, so that a resend writes the same key
+    seq: int | None
+    xid: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where the order ends. What the slot sends again up to there is skipped.
+
+    Attributes:
+        lsn: end of the last ordered commit; or, if it is ordered in part, that commit's own LSN.
+        inserts: how many of its ledger inserts are done; 0 if the commit is complete.
+    """
+
+    lsn: int = 0
+    inserts: int = 0
+
+
+@dataclass(slots=True)
+class Burst:
+    """What one round of reading brought: whole transactions, or pieces of a large one, in commit order."""
+
+    rows: list[Row] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    nbytes: int = 0
+    stripped: dict[int, int] = field(default_factory=dict)
+    """Rows (by index) whose payload was too large to be kept, with its size in bytes: projectors read them cold."""
+
+
+class Intake:
+    """Turns the payloads of one stream into bursts.
+
+    Args:
+        columns: what the ledger's columns are called.
+        resolve: tells whether a relation is the ledger (or a partition of it). Asked once for each relation message;
+            may raise :class:`LedgerError` if the table that should be the ledger no longer is.
+        key_prefix: ``ledger:epoch``.
+        resume: where the order ends.
+        chunk_bytes: a transaction is handed on in pieces of about this many bytes of messages.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        resolve: Callable[[Relation], bool],
+        *,
+        key_prefix: str,
+        resume: Resume,
+        chunk_bytes: int,
+    ) -> None:
+        self._columns = columns.names()
+        self._resolve = resolve
+        self._key_prefix = key_prefix
+        self._resume = resume
+        self._chunk = chunk_bytes
+        self._decoder = Decoder(1)
+        self._decoders: dict[bytes, Callable[[bytes], Row]] = {}
+        self._ledgers: dict[int, Relation] = {}
+        self._ignored: set[bytes] = set()
+
+        self._burst = Burst()
+        self._commit: Commit | None = None
+        self._start = 0  # index of the open transaction's first row in the burst
+        self._inserts = 0  # ledger inserts of the open transaction so far, skipped ones included
+        self._changes = 0  # all its ledger changes, to number violations
+        self._skip = 0
+        self._tx_bytes = 0
+        self._cut_off = False  # a piece of the open transaction was handed on already
+        self.passed = 0
+        """End LSN of the newest commit that was received whole."""
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a Begin was received whose Commit was not."""
+        return self._commit is not None
+
+    def handle(self, payload: bytes, lsn: int) -> bool:
+        """Take one message; ``False`` when a chunk is full and should be handed on before more is read.
+
+        Raises:
+            DecodeError: not what the protocol says.
+            LedgerError: the ledger's shape no longer fits its mapping.
+        """
+        tag = payload[0] if payload else 0
+        if tag == INSERT:
+            decode = self._decoders.get(payload[1:5])
+            if decode is None:
+                self._insert_elsewhere(payload, lsn)
+                return True
+            self._inserts += 1
+            if self._skip:
+                self._skip -= 1
+                return True
+            try:
+                row = decode(payload)
+            except (DecodeError, LedgerError) as error:
+                raise self._located(error, lsn) from error
+            size = len(payload)
+            if size >= self._chunk:
+                self._strip(row)
+                return False
+            self._burst.rows.append(row)
+            self._tx_bytes += size
+            if self._tx_bytes >= self._chunk:
+                self._cut()
+                return False
+            return True
+        if tag == BEGIN:
+            self._begin(*decode_begin(payload, lsn), lsn)
+            return True
+        if tag == COMMIT:
+            return self._end(*decode_commit(payload, lsn), lsn)
+        self._control(payload, lsn)
+        return True
+
+    def take(self) -> Burst | None:
+        """Hand over what is complete (or cut off), and keep the open transaction's rows."""
+        burst = self._burst
+        if not burst.pieces and not burst.violations:
+            return None
+        rest = burst.rows[self._start :]
+        if rest:
+            del burst.rows[self._start :]
+        fresh = Burst(rows=rest)
+        if burst.stripped:
+            fresh.stripped = {i - self._start: n for i, n in burst.stripped.items() if i >= self._start}
+            burst.stripped = {i: n for i, n in burst.stripped.items() if i < self._start}
+        self._burst = fresh
+        self._start = 0
+        return burst
+
+    def _begin(self, final_lsn: int, time_us: int, xid: int, lsn: int) -> None:
+        if self._commit is not None or len(self._burst.rows) != self._start:
+            raise DecodeError("a transaction begins inside another, or after rows of none", tag="B", lsn=lsn)
+        self._commit = Commit(final_lsn, time_us, xid, self._key_prefix)
+        self._inserts = self._changes = self._tx_bytes = 0
+        self._cut_off = False
+        resume = self._resume
+        if final_lsn < resume.lsn:
+            self._skip = _ALL
+        elif final_lsn == resume.lsn:
+            self._skip = resume.inserts
+            self._cut_off = resume.inserts > 0
+        else:
+            self._skip = 0
+
+    def _end(self, commit_lsn: int, end_lsn: int, _time_us: int, lsn: int) -> bool:
+        commit = self._commit
+        if commit is None or commit.lsn != commit_lsn:
+            raise DecodeError("a commit without its begin", tag="C", lsn=lsn)
+        burst = self._burst
+        rows = len(burst.rows) - self._start
+        if rows or self._cut_off:
+            burst.pieces.append((commit, rows, end_lsn, self._inserts))
+            burst.nbytes += self._tx_bytes
+        self._start = len(burst.rows)
+        self._commit = None
+        self._tx_bytes = 0
+        self.passed = end_lsn
+        return burst.nbytes < self._chunk
+
+    def _strip(self, row: Row) -> None:
+        """Keep a very large row without its payload: it is in the ledger, and a cold read fetches it from there."""
+        burst = self._burst
+        burst.stripped[len(burst.rows)] = len(row[4])
+        burst.rows.append((*row[:4], b"", *row[5:]))
+        self._cut()
+
+    def _cut(self) -> None:
+        commit = self._commit
+        if commit is None:
+            raise DecodeError("an insert outside any transaction", tag="I")
+        burst = self._burst
+        burst.pieces.append((commit, len(burst.rows) - self._start, 0, self._inserts))
+        burst.nbytes += self._tx_bytes
+        self._start = len(burst.rows)
+        self._tx_bytes = 0
+        self._cut_off = True
+
+    def _insert_elsewhere(self, payload: bytes, lsn: int) -> None:
+        if payload[1:5] not in self._ignored:
+            raise DecodeError("an insert into a relation that was never described", tag="I", lsn=lsn)
+
+    def _control(self, payload: bytes, lsn: int) -> None:
+        message = self._decoder.decode(payload, lsn)
+        if isinstance(message, Relation):
+            self._describe(message, lsn)
+        elif isinstance(message, Update) and message.relation_oid in self._ledgers:
+            before = message.old or message.key or message.new
+            self._violation("update", self._seq(message.relation_oid, before))
+        elif isinstance(message, Delete) and message.relation_oid in self._ledgers:
+            self._violation("delete", self._seq(message.relation_oid, message.old or message.key))
+        elif isinstance(message, Truncate):
+            for oid in message.relation_oids:
+                if oid in self._ledgers:
+                    table = self._ledgers[oid]
+                    restart = ", RESTART IDENTITY" if message.restart_identity else ""
+                    self._violation("truncate", None, f"TRUNCATE {table.qualified}{restart}")
+
+    def _describe(self, relation: Relation, lsn: int) -> None:
+        key = relation.oid.to_bytes(4, "big")
+        if self._resolve(relation):
+            try:
+                self._decoders[key] = compile_row_decoder(relation, self._columns)
+            except LedgerError as error:
+                raise self._located(error, lsn) from error
+            self._ledgers[relation.oid] = relation
+            self._ignored.discard(key)
+        else:
+            self._decoders.pop(key, None)
+            self._ledgers.pop(relation.oid, None)
+            self._ignored.add(key)
+
+    def _violation(self, kind: str, seq: int | None, detail: str = "") -> None:
+        self._changes += 1
+        commit = self._commit
+        if commit is None or self._skip >= _ALL >> 1:  # ordered already, and so recorded already
+            return
+        self._burst.violations.append(Violation(kind, commit.lsn, self._changes, seq, commit.xid, detail))
+
+    def _seq(self, oid: int, values: Values | None) -> int | None:
+        """The seq of a changed row, as far as its tuple tells: of a ``K`` tuple only the key columns are real."""
+        if values is None:
+            return None
+        for column, value in zip(self._ledgers[oid].columns, values, strict=False):
+            if column.name == self._columns[0]:
+                return int(value) if isinstance(value, bytes) and value.lstrip(b"-").isdigit() else None
+        return None
+
+    def _located(self, error: DecodeError | LedgerError, lsn: int) -> DecodeError | LedgerError:
+        if isinstance(error, DecodeError):
+            return error if error.lsn else DecodeError(error.reason, tag=error.tag or "I", lsn=lsn, hint=error.hint)
+        return LedgerError(
+            f"{error} (at LSN {format_lsn(lsn)}; nothing from there on was acknowledged)",
+            hint=error.hint or "map the column in walstream.toml ([ledger.columns]) or rename it back, then start again",
+        )

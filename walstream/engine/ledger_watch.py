@@ -1,0 +1,107 @@
+"""Is the table still the ledger? Asked at each relation message that looks odd, and on a timer.
+
+A migration that swaps or recreates the table leaves the consumer connected, healthy and deaf: the publication follows
+the old table's OID. So the name, the remembered OID and the publication are compared, and a difference is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..config import Settings, quote
+from ..errors import LedgerError
+from ..protocol.messages import Relation
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+
+class LedgerWatch:
+    """Knows which relations are the ledger.
+
+    Args:
+        settings: name the table and the publication.
+        table_oid: the table's OID as remembered when the ledger was set up.
+        connect: makes a short-lived SQL connection; used rarely, never by the orderer's thread.
+    """
+
+    def __init__(self, settings: Settings, table_oid: int, connect: Callable[[], Connection]) -> None:
+        self._settings = settings
+        self._table_oid = table_oid
+        self._connect = connect
+
+    def resolve(self, relation: Relation) -> bool:
+        """Whether a relation of the stream is the ledger or one of its partitions.
+
+        Raises:
+            LedgerError: it carries the ledger's name and is another table, or the ledger has another name now.
+        """
+        ledger = self._settings.ledger
+        named = (relation.namespace, relation.name) == (ledger.namespace, ledger.table)
+        if relation.oid == self._table_oid:
+            if not named:
+                self.check()  # an old name in a backlog is fine as long as the table has the configured name now
+            return True
+        if named:
+            raise LedgerError(
+                f"the stream brings rows of a table called {relation.qualified} with OID {relation.oid}, but the ledger"
+                f" is the one with OID {self._table_oid}: the table was swapped or recreated",
+                hint="see `walstream doctor`; if the new table is the ledger now: `walstream adopt --table`",
+            )
+        return self._is_partition(relation.oid)
+
+    def check(self) -> None:
+        """Compare name, OID and publication.
+
+        Raises:
+            LedgerError: what is called like the ledger is not the ledger, or it is not published any more.
+        """
+        settings, ledger = self._settings, self._settings.ledger
+        connection = self._connect()
+        try:
+            with connection.cursor() as cur:
+                cur.execute(
+                    """SELECT c.oid, EXISTS (
+                           SELECT 1 FROM pg_publication p WHERE p.pubname = %s AND p.pubinsert
+                              AND (p.puballtables OR EXISTS (
+                                   SELECT 1 FROM pg_publication_tables t
+                                     JOIN pg_namespace tn ON tn.nspname = t.schemaname
+                                     JOIN pg_class tc ON tc.relnamespace = tn.oid AND tc.relname = t.tablename
+                                    WHERE t.pubname = p.pubname
+                                      AND (tc.oid = c.oid
+                                           OR c.oid = ANY (ARRAY(SELECT relid FROM pg_partition_ancestors(tc.oid)))))))
+                         FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                        WHERE n.nspname = %s AND c.relname = %s""",
+                    (settings.publication, ledger.namespace, ledger.table),
+                )
+                row = cur.fetchone()
+        finally:
+            connection.close()
+        if row is None or int(row[0]) != self._table_oid:
+            found = "no such table" if row is None else f"another table (OID {row[0]})"
+            raise LedgerError(
+                f"{ledger.qualified} is {found} now; the ledger is the table with OID {self._table_oid}. Rows written"
+                " since then are not in the stream",
+                hint="rename it back or correct [ledger] in walstream.toml; if a new table took its place knowingly:"
+                " `walstream adopt --table`",
+            )
+        if not row[1]:
+            raise LedgerError(
+                f"inserts into {ledger.qualified} are not published by {settings.publication!r} any more",
+                hint=f"ALTER PUBLICATION {quote(settings.publication)} ADD TABLE {ledger.qualified};"
+                " rows written meanwhile are found by the reconciler at the next start",
+            )
+
+    def _is_partition(self, oid: int) -> bool:
+        connection = self._connect()
+        try:
+            with connection.cursor() as cur:
+                cur.execute(
+                    "SELECT %s::oid = ANY (ARRAY(SELECT relid FROM pg_partition_ancestors(%s::oid)))",
+                    (self._table_oid, oid),
+                )
+                row = cur.fetchone()
+                return bool(row and row[0])
+        finally:
+            connection.close()

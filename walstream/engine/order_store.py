@@ -1,0 +1,131 @@
+"""What the orderer writes besides segments, all under the same lease: violations, and the heartbeat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from ..config import MiB, quote
+from ..errors import WalstreamError
+from ..lsn import format_lsn
+from ..order.segment import Segment
+from ..order.writer import OrderWriter, Snapshot
+from .intake import Violation
+from .leadership import Lease
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+    from .ingest import IngestSession, MessageStream
+    from .orderer import Orderer
+
+_IDLE_PERSIST_BYTES: Final = 16 * MiB
+"""An idle position is written down when it moved by a WAL segment, or by time. Never by change alone: what is written
+moves the WAL itself (rule 10)."""
+
+
+class FencedStore:
+    """The order's writer, violations and heartbeat on one connection, which is the one that holds the lease."""
+
+    def __init__(
+        self,
+        writer: OrderWriter,
+        connection: Connection,
+        namespace: str,
+        lease: Lease,
+        stream: MessageStream,
+        classify: Callable[..., WalstreamError],
+        *,
+        idle_persist_seconds: float,
+    ) -> None:
+        self._writer = writer
+        self._connection = connection
+        self._schema = quote(namespace)
+        self._lease = lease
+        self._stream = stream
+        self._classify = classify
+        self._idle_persist_seconds = idle_persist_seconds
+        self._counted = (0, 0, 0)
+        self._idle_written = 0
+        self._idle_written_at = 0.0
+
+    def snapshot(self) -> Snapshot:
+        return self._writer.snapshot()
+
+    def append(self, segment: Segment, durable: bool = False) -> None:
+        self._writer.append(segment, durable=durable)
+
+    def wal_position(self) -> int:
+        return self._writer.wal_position()
+
+    def record_violations(self, violations: Sequence[Violation]) -> None:
+        """Write them down; the same ones come again after a resend and are the same rows then."""
+        try:
+            with self._connection.cursor() as cur:
+                for violation in violations:
+                    cur.execute(
+                        f"""INSERT INTO {self._schema}.violations (kind, commit_lsn, ordinal, seq, xid, detail)
+                            SELECT %s, %s, %s, %s, %s, %s
+                              FROM {self._schema}.generation WHERE generation = %s FOR SHARE
+                            ON CONFLICT DO NOTHING""",
+                        (
+                            violation.kind,
+                            format_lsn(violation.commit_lsn),
+                            violation.ordinal,
+                            violation.seq,
+                            violation.xid,
+                            violation.detail,
+                            self._lease.generation,
+                        ),
+                    )
+        except Exception as error:
+            raise self._classify(error, doing="recording a violation of the ledger") from error
+
+    def announce(self) -> None:
+        """Write down who ingests now, with the walsender's pid and start, by which a take-over would end it."""
+        self._execute(
+            "state = 'streaming', error = NULL, started_at = clock_timestamp(), heartbeat_at = clock_timestamp(),"
+            " walsender_pid = %s, walsender_start = %s::timestamptz",
+            (self._stream.backend_pid, self._stream.backend_start),
+        )
+
+    def heartbeat(self, orderer: Orderer, session: IngestSession) -> None:
+        """Renew the lease, count, and write down an idle position before it is confirmed.
+
+        Raises:
+            Fenced: another process took over.
+        """
+        counts = (orderer.events, orderer.recovered, orderer.violations)
+        events, recovered, violations = (now - before for now, before in zip(counts, self._counted, strict=True))
+        idle = session.idle_position if self._idle_is_due(session.idle_position) else 0
+        position = max(self._stream.confirmed, idle, self._idle_written)
+        self._execute(
+            "lease_until = clock_timestamp() + make_interval(secs => %s), heartbeat_at = clock_timestamp(),"
+            " events = events + %s, recovered = recovered + %s, violations = violations + %s,"
+            " confirmed_lsn = GREATEST(confirmed_lsn, %s::pg_lsn)",
+            (self._lease.seconds, events, recovered, violations, format_lsn(position)),
+        )
+        self._counted = counts
+        if idle:
+            self._idle_written, self._idle_written_at = idle, time.monotonic()
+            session.persisted_position = idle
+
+    def _idle_is_due(self, position: int) -> bool:
+        if position <= self._idle_written:
+            return False
+        waited = time.monotonic() - self._idle_written_at
+        return waited >= self._idle_persist_seconds or position - self._idle_written >= _IDLE_PERSIST_BYTES
+
+    def _execute(self, assignments: str, values: tuple[object, ...]) -> None:
+        try:
+            with self._connection.cursor() as cur:
+                cur.execute(
+                    f"UPDATE {self._schema}.ingest SET {assignments} WHERE only_row AND generation = %s",
+                    (*values, self._lease.generation),
+                )
+                renewed = cur.rowcount == 1
+        except Exception as error:
+            raise self._classify(error, doing="renewing the lease of ingest") from error
+        if not renewed:
+            raise self._lease.fenced()

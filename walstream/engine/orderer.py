@@ -1,0 +1,410 @@
+"""The orderer: gives offsets to what was received, one segment a flush, and only then shows it to anybody.
+
+A thread of its own, so that no wait for SQL keeps the reader from sending feedback. Group commit clocks itself: a
+flush takes all that came while the last one ran, so segments are small when it is quiet and large under load.
+
+Rules kept here (docs/architecture.md, "The rules of ingest"):
+
+- 1: events are published after the order row that holds their offsets has committed.
+- 2: a transaction is released once a fresh snapshot shows it finished; what is behind it in commit order waits too.
+- 3: a commit may be confirmed once the slot's own stream has passed the WAL position taken after its order row.
+- 6: an insert whose seq has an offset already is a violation, not an event.
+- 10: no order row for empty transactions.
+- 11: recovered segments are durable before they are delivered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..event import Commit, Event, Row
+from ..order.buffer import HotBuffer
+from ..order.segment import Segment
+from ..order.writer import Snapshot
+from .intake import Burst, Piece, Violation
+
+_NAP_FIRST = 0.0002
+_NAP_LAST = 0.02
+
+
+class OrderStore(Protocol):
+    """Where the order is written (walstream.order.writer; a scripted one in tests)."""
+
+    def snapshot(self) -> Snapshot: ...
+    def append(self, segment: Segment, durable: bool = False) -> None: ...
+    def wal_position(self) -> int: ...
+    def record_violations(self, violations: Sequence[Violation]) -> None: ...
+
+
+class KnownSeqs(Protocol):
+    """Which seqs have an offset already (walstream.order.seen)."""
+
+    def known(self, seqs: Sequence[int]) -> set[int]: ...
+    def add(self, seqs: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Rows that the slot did not deliver, found by the reconciler, with the size of each payload in bytes."""
+
+    seqs: Sequence[int]
+    sizes: Sequence[int]
+    done: threading.Event
+
+
+class Orderer:
+    """Orders bursts in the order in which they are submitted.
+
+    Args:
+        store: writes segments, under one generation.
+        seen: the seqs that have an offset.
+        buffer: receives the events after that.
+        next_offset: the first free offset.
+        last_lsn, partial_inserts: where the order ends (recovered segments repeat it).
+        generation: of this ingest.
+        key_prefix: ``ledger:epoch``.
+        pending_limit: bytes that may wait before the reader should pause.
+        on_progress: called after each flush, from this thread; must return at once.
+        heartbeat, heartbeat_seconds: called this often from this thread, also while it waits for a transaction.
+    """
+
+    def __init__(
+        self,
+        store: OrderStore,
+        seen: KnownSeqs,
+        buffer: HotBuffer,
+        *,
+        next_offset: int,
+        last_lsn: int,
+        partial_inserts: int | None,
+        generation: int,
+        key_prefix: str,
+        pending_limit: int,
+        on_progress: Callable[[], None],
+        heartbeat: Callable[[], None],
+        heartbeat_seconds: float,
+    ) -> None:
+        self._store = store
+        self._seen = seen
+        self._buffer = buffer
+        self._next = next_offset
+        self._last_lsn = last_lsn
+        self._partial_inserts = partial_inserts
+        self._generation = generation
+        self._key_prefix = key_prefix
+        self._pending_limit = pending_limit
+        self._on_progress = on_progress
+        self._heartbeat = heartbeat
+        self._heartbeat_seconds = heartbeat_seconds
+
+        self._changed = threading.Condition()
+        self._queue: deque[Burst | Recovered] = deque()
+        self._pending_bytes = 0
+        self._stop = False
+        self._unfinished = 0
+        self._thread = threading.Thread(target=self._run, name="walstream-orderer", daemon=True)
+
+        self.confirmable: deque[tuple[int, int]] = deque()
+        """(WAL position, end LSN): the second may be confirmed once the stream has passed the first. Rule 3."""
+        self.error: BaseException | None = None
+        """What ended the thread."""
+        self.events = 0
+        self.recovered = 0
+        self.violations = 0
+
+    @property
+    def next_offset(self) -> int:
+        """The first offset that is not given yet."""
+        return self._next
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the reader should go on reading."""
+        return self._pending_bytes < self._pending_limit
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting, nothing is being written, and all that was written may be confirmed already."""
+        with self._changed:
+            return self._unfinished == 0 and not self.confirmable
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, burst: Burst | Recovered) -> None:
+        """Queue what was received; returns at once."""
+        with self._changed:
+            self._queue.append(burst)
+            self._unfinished += 1
+            if isinstance(burst, Burst):
+                self._pending_bytes += burst.nbytes
+            self._changed.notify_all()
+
+    def wait_for_room(self, timeout: float) -> None:
+        """Block until the reader may go on, or for ``timeout`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_room or self.error is not None, timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all that was submitted is ordered; ``False`` if that took longer than ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unfinished == 0 or self.error is not None, timeout)
+
+    def stop(self, timeout: float) -> bool:
+        """Order no more; ``False`` if the thread did not end in time (its connection should then be closed)."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # the reader sees it and ends the session
+            self.error = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+            self._on_progress()
+
+    def _loop(self) -> None:
+        backlog = _Backlog()
+        due = time.monotonic() + self._heartbeat_seconds
+        nap = _NAP_FIRST
+        while True:
+            with self._changed:
+                if not self._queue and not backlog.pieces:
+                    self._changed.wait_for(lambda: self._queue or self._stop, max(0.0, due - time.monotonic()))
+                if self._stop:
+                    return
+                self._absorb(backlog)
+            if time.monotonic() >= due:
+                self._heartbeat()
+                due = time.monotonic() + self._heartbeat_seconds
+            if backlog.pieces:
+                released = self._release(backlog)
+                if released:
+                    nap = _NAP_FIRST
+                else:
+                    # The transaction is streamed but not finished for others: microseconds on a plain server, as long
+                    # as the standby is away with synchronous replication.
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._stop, nap)
+                    nap = min(nap * 2, _NAP_LAST)
+            elif backlog.violations or backlog.bursts:
+                self._flush(backlog, 0)
+            if not backlog.pieces and backlog.recovered:
+                self._order_recovered(backlog.recovered.popleft())
+
+    def _absorb(self, backlog: _Backlog) -> None:
+        # A recovered batch is ordered only when everything before it is, so nothing is taken past it.
+        while self._queue and not backlog.recovered:
+            item = self._queue.popleft()
+            if isinstance(item, Recovered):
+                backlog.recovered.append(item)
+            else:
+                backlog.absorb(item)
+
+    def _release(self, backlog: _Backlog) -> bool:
+        """Order the longest prefix that is visible to others. Rule 2."""
+        snapshot = self._store.snapshot()
+        ready = 0
+        for piece in backlog.pieces:
+            if not snapshot.shows_finished(piece[0].xid):
+                break
+            ready += 1
+        if not ready:
+            return False
+        self._flush(backlog, ready)
+        return True
+
+    def _flush(self, backlog: _Backlog, ready: int) -> None:
+        pieces, rows, sizes, stripped, nbytes = backlog.pop(ready)
+        violations = backlog.violations
+        backlog.violations = []
+        seqs = [row[0] for row in rows]
+        known = self._seen.known(seqs)
+        if known or len(set(seqs)) != len(seqs):
+            pieces, rows, sizes, doubles = _without_known(pieces, rows, sizes, known)
+            violations += doubles
+            seqs = [row[0] for row in rows]
+        if violations:
+            self._store.record_violations(violations)  # before the order: what is ordered is not seen again
+            self.violations += len(violations)
+        if rows:
+            last_commit, _, last_end, last_inserts = pieces[-1]
+            filled = [piece for piece in pieces if piece[1]]
+            segment = Segment(
+                first_offset=self._next,
+                seqs=seqs,
+                tx_sizes=[piece[1] for piece in filled],
+                commit_lsns=[piece[0].lsn for piece in filled],
+                commit_times=[piece[0].time_us for piece in filled],
+                sizes=sizes,
+                last_lsn=last_end or last_commit.lsn,
+                partial_inserts=None if last_end else last_inserts,
+                recovered=False,
+                generation=self._generation,
+            )
+            self._store.append(segment)
+            self._seen.add(seqs)
+            self._publish(pieces, rows, stripped, nbytes)
+            self._last_lsn = segment.last_lsn
+            self._partial_inserts = segment.partial_inserts
+        end = max((piece[2] for piece in pieces), default=0)
+        if end:
+            self.confirmable.append((self._store.wal_position(), end))
+        self._finish(backlog, nbytes)
+
+    def _publish(self, pieces: Sequence[Piece], rows: Sequence[Row], stripped: bool, nbytes: int) -> None:
+        offset = self._next
+        self._next += len(rows)
+        self.events += len(rows)
+        if stripped:
+            self._buffer.skip(self._next)  # payloads were not kept: projectors read this stretch from the ledger
+            return
+        events: list[Event] = []
+        add = events.append
+        index = 0
+        for commit, count, _, _ in pieces:
+            for row in rows[index : index + count]:
+                add(Event(offset, row, commit))
+                offset += 1
+            index += count
+        self._buffer.publish(events, nbytes + 400 * len(events))
+
+    def _order_recovered(self, found: Recovered) -> None:
+        """Rule 11: durable before anybody sees them, because no slot can derive them again."""
+        known = self._seen.known(found.seqs)
+        fresh = [(seq, size) for seq, size in zip(found.seqs, found.sizes, strict=True) if seq not in known]
+        if fresh:
+            seqs = [seq for seq, _ in fresh]
+            self._store.append(
+                Segment(
+                    first_offset=self._next,
+                    seqs=seqs,
+                    tx_sizes=[1] * len(seqs),
+                    commit_lsns=[0] * len(seqs),
+                    commit_times=[0] * len(seqs),
+                    sizes=bytes(size.bit_length() for _, size in fresh),
+                    last_lsn=self._last_lsn,
+                    partial_inserts=self._partial_inserts,
+                    recovered=True,
+                    generation=self._generation,
+                ),
+                durable=True,
+            )
+            self._seen.add(seqs)
+            self._next += len(seqs)
+            self.recovered += len(seqs)
+            self.events += len(seqs)
+            self._buffer.skip(self._next)
+        found.done.set()
+        with self._changed:
+            self._unfinished -= 1
+            self._changed.notify_all()
+        self._on_progress()
+
+    def _finish(self, backlog: _Backlog, nbytes: int) -> None:
+        with self._changed:
+            self._pending_bytes -= nbytes
+            if not backlog.pieces:
+                self._unfinished -= backlog.bursts
+                backlog.bursts = 0
+            self._changed.notify_all()
+        self._on_progress()
+
+
+class _Backlog:
+    """What was taken from the queue and is not ordered yet."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.rows: list[Row] = []
+        self.stripped: dict[int, int] = {}
+        self.violations: list[Violation] = []
+        self.recovered: deque[Recovered] = deque()
+        self.bursts = 0
+        self.nbytes = 0
+
+    def absorb(self, burst: Burst) -> None:
+        if burst.stripped:
+            base = len(self.rows)
+            self.stripped.update({base + index: size for index, size in burst.stripped.items()})
+        if self.pieces:
+            self.pieces += burst.pieces
+            self.rows += burst.rows
+        else:
+            self.pieces, self.rows = burst.pieces, burst.rows
+        self.violations += burst.violations
+        self.bursts += 1
+        self.nbytes += burst.nbytes
+
+    def pop(self, count: int) -> tuple[list[Piece], list[Row], bytes, bool, int]:
+        """Remove the first ``count`` pieces; return them with their rows, the size class of each payload, whether any
+        payload is missing here because it was too large, and about how many bytes that was."""
+        pieces = self.pieces[:count]
+        total = sum(piece[1] for piece in pieces)
+        rows = self.rows[:total]
+        nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
+        self.nbytes -= nbytes
+        classes = bytearray(map(int.bit_length, map(len, (row[4] for row in rows))))
+        stripped = False
+        if self.stripped:
+            for index, size in self.stripped.items():
+                if index < total:
+                    classes[index] = size.bit_length()
+                    stripped = True
+            self.stripped = {index - total: size for index, size in self.stripped.items() if index >= total}
+        del self.pieces[:count]
+        del self.rows[:total]
+        return pieces, rows, bytes(classes), stripped, nbytes
+
+
+def _without_known(
+    pieces: Sequence[Piece], rows: Sequence[Row], sizes: bytes, known: set[int]
+) -> tuple[list[Piece], list[Row], bytes, list[Violation]]:
+    """Take out every insert whose seq has an offset already, or comes twice in this flush. Rule 6."""
+    taken = set(known)
+    kept_pieces: list[Piece] = []
+    kept: list[Row] = []
+    kept_sizes = bytearray()
+    doubles: list[Violation] = []
+    index = 0
+    for commit, count, end, inserts in pieces:
+        before = len(kept)
+        for step in range(count):
+            row = rows[index]
+            if row[0] in taken:
+                # Negative, so that it never meets the number of an UPDATE or DELETE of the same transaction.
+                ordinal = -(inserts - count + step + 1)
+                doubles.append(_double(commit, ordinal, row))
+            else:
+                taken.add(row[0])
+                kept.append(row)
+                kept_sizes.append(sizes[index])
+            index += 1
+        kept_pieces.append((commit, len(kept) - before, end, inserts))
+    return kept_pieces, kept, bytes(kept_sizes), doubles
+
+
+def _double(commit: Commit, ordinal: int, row: Row) -> Violation:
+    return Violation(
+        "duplicate-seq",
+        commit.lsn,
+        ordinal,
+        row[0],
+        commit.xid,
+        "an insert whose seq has an offset already: a row moved between partitions, or a sequence started again",
+    )
+
+
