@@ -21,8 +21,6 @@ Protocol" (55.5). The rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from struct import Struct
-from struct import error as StructError
 from typing import Final
 
 from walstream.errors import DecodeError
@@ -51,27 +49,27 @@ from .messages import (
     Type,
     Update,
 )
-
-# The letters as integers, as `payload[0]` gives them.
-BEGIN: Final = 0x42
-COMMIT: Final = 0x43
-ORIGIN: Final = 0x4F
-RELATION: Final = 0x52
-TYPE: Final = 0x59
-INSERT: Final = 0x49
-UPDATE: Final = 0x55
-DELETE: Final = 0x44
-TRUNCATE: Final = 0x54
-MESSAGE: Final = 0x4D
-STREAM_START: Final = 0x53
-STREAM_STOP: Final = 0x45
-STREAM_COMMIT: Final = 0x63
-STREAM_ABORT: Final = 0x41
-BEGIN_PREPARE: Final = 0x62
-PREPARE: Final = 0x50
-COMMIT_PREPARED: Final = 0x4B
-ROLLBACK_PREPARED: Final = 0x72
-STREAM_PREPARE: Final = 0x70
+from .tags import (
+    BEGIN,
+    BEGIN_PREPARE,
+    COMMIT,
+    COMMIT_PREPARED,
+    DELETE,
+    INSERT,
+    MESSAGE,
+    ORIGIN,
+    PREPARE,
+    RELATION,
+    ROLLBACK_PREPARED,
+    STREAM_ABORT,
+    STREAM_COMMIT,
+    STREAM_PREPARE,
+    STREAM_START,
+    STREAM_STOP,
+    TRUNCATE,
+    TYPE,
+    UPDATE,
+)
 
 PROTOCOL_VERSIONS: Final = range(1, 5)
 
@@ -84,45 +82,6 @@ _CASCADE, _RESTART_IDENTITY = 1, 2  # Truncate's flags
 _REPLICA_IDENTITIES: Final = frozenset("dnfi")
 _NOT_IN_A_BLOCK: Final = frozenset(b"BCbPKrScAp")
 _NEEDS_VERSION_2: Final = frozenset(b"SEc")
-
-_begin = Struct(">BQqI").unpack
-_commit = Struct(">BBQQq").unpack
-
-
-def decode_begin(payload: bytes, lsn: int = 0) -> tuple[int, int, int]:
-    """Return ``(final_lsn, commit_time_us, xid)`` of a Begin message, without making an object of it.
-
-    Raises:
-        DecodeError: it is not a whole Begin message and nothing else.
-    """
-    try:
-        tag, final_lsn, time_us, xid = _begin(payload)
-    except StructError:
-        raise _wrong_size(payload, "B", 21, lsn) from None
-    if tag != BEGIN:
-        raise DecodeError("a Begin message was expected", tag=chr(tag), lsn=lsn)
-    return final_lsn, time_us, xid
-
-
-def decode_commit(payload: bytes, lsn: int = 0) -> tuple[int, int, int]:
-    """Return ``(commit_lsn, end_lsn, commit_time_us)`` of a Commit message, without making an object of it.
-
-    Raises:
-        DecodeError: it is not a whole Commit message and nothing else.
-    """
-    try:
-        tag, flags, commit_lsn, end_lsn, time_us = _commit(payload)
-    except StructError:
-        raise _wrong_size(payload, "C", 26, lsn) from None
-    if tag != COMMIT:
-        raise DecodeError("a Commit message was expected", tag=chr(tag), lsn=lsn)
-    if flags:
-        raise DecodeError(f"flags {flags:#x} are not known", tag="C", lsn=lsn)
-    return commit_lsn, end_lsn, time_us
-
-
-def _wrong_size(payload: bytes, tag: str, size: int, lsn: int) -> DecodeError:
-    return DecodeError(f"{len(payload)} bytes instead of {size}", tag=tag, lsn=lsn)
 
 
 class Decoder:
@@ -221,20 +180,18 @@ def _update(f: Fields) -> Update:
     xid = f.block_xid()
     oid = f.oid()
     part = f.char(_ANY)
-    before = None
+    old = None
     if part != "N":
-        before = f.values()
+        old = f.values()
         f.char(_NEW)
-    new = f.values()
-    return Update(oid, new, before if part == "K" else None, before if part == "O" else None, xid)
+    return Update(oid, f.values(), old, part == "K", xid)
 
 
 def _delete(f: Fields) -> Delete:
     xid = f.block_xid()
     oid = f.oid()
     part = f.char(_BEFORE)
-    before = f.values()
-    return Delete(oid, before if part == "K" else None, before if part == "O" else None, xid)
+    return Delete(oid, f.values(), part == "K", xid)
 
 
 def _truncate(f: Fields) -> Truncate:

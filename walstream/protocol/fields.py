@@ -5,14 +5,18 @@ Source: PostgreSQL documentation, "Message Data Types" (55.6), and TupleData in 
 
 from __future__ import annotations
 
+from struct import Struct
+from struct import error as StructError
 from typing import NoReturn
 
 from walstream.errors import DecodeError
 
-from .messages import UNCHANGED, Binary, Value, Values
+from .messages import UNCHANGED, Binary, TupleData, Value
 
 # Letters of the columns inside a tuple.
 _NULL, _UNCHANGED, _TEXT, _BINARY = 0x6E, 0x75, 0x74, 0x62
+
+_size = Struct(">i").unpack_from
 
 
 class Fields:
@@ -104,17 +108,30 @@ class Fields:
         """Bytes with their number in front."""
         return self._take(self.count(4))
 
-    def values(self) -> Values:
-        return tuple([self._value() for _ in range(self.count(2))])
-
-    def _value(self) -> Value:
-        kind = self.unsigned(1)
-        if kind == _TEXT:
-            return self.sized()
-        if kind == _NULL:
-            return None
-        if kind == _UNCHANGED:
-            return UNCHANGED
-        if kind != _BINARY:
-            self.fail(f"a column of the unknown kind {kind:#04x} at byte {self.at - 1}")
-        return Binary(self.sized())
+    def values(self) -> TupleData:
+        """TupleData. In one loop, because an UPDATE of a wide table has a lot of them."""
+        payload = self.payload
+        whole = len(payload)
+        values: list[Value] = []
+        count = self.count(2)
+        at = self.at
+        try:
+            for _ in range(count):
+                kind = payload[at]
+                if kind in (_NULL, _UNCHANGED):
+                    values.append(None if kind == _NULL else UNCHANGED)
+                    at += 1
+                    continue
+                if kind != _TEXT and kind != _BINARY:
+                    self.fail(f"a column of the unknown kind {kind:#04x} at byte {at}")
+                (size,) = _size(payload, at + 1)
+                start = at + 5
+                end = start + size
+                if size < 0 or end > whole:
+                    self.fail(f"{size} bytes were to come at byte {start}, {whole - start} did")
+                values.append(payload[start:end] if kind == _TEXT else Binary(payload[start:end]))
+                at = end
+        except (IndexError, StructError):
+            self.fail(f"cut short: of {count} columns {len(values)} are there")
+        self.at = at
+        return tuple(values)

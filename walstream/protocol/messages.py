@@ -35,10 +35,10 @@ class Binary:
 
 
 Value: TypeAlias = bytes | Binary | Unchanged | None
-"""One column: text as bytes in the client's encoding, binary, unchanged TOAST, or ``None`` for NULL. In a ``key``
-tuple ``None`` of a column outside the key means "not sent"."""
+"""One column: text as bytes in the client's encoding, binary, unchanged TOAST, or ``None`` for NULL. With
+``key_only``, ``None`` of a column outside of the key means "not sent"."""
 
-Values: TypeAlias = tuple[Value, ...]
+TupleData: TypeAlias = tuple[Value, ...]
 """The columns of one row, in the order of the relation's ``columns``."""
 
 
@@ -117,30 +117,30 @@ class Type:
 class Insert:
     TAG: ClassVar[str] = "I"
     relation_oid: int
-    new: Values
+    new: TupleData
     xid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``key``: the old key, if the key changed; ``old``: the whole old row (replica identity full); or neither."""
+    """``old``: the old row (replica identity full), or, with ``key_only``, its key, sent if that changed; or None."""
 
     TAG: ClassVar[str] = "U"
     relation_oid: int
-    new: Values
-    key: Values | None = None
-    old: Values | None = None
+    new: TupleData
+    old: TupleData | None = None
+    key_only: bool = False
     xid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """``key``: only the columns of the key are real; ``old``: the whole row (replica identity full). One of them."""
+    """``old``: the old row (replica identity full), or, with ``key_only``, its key: then no other column is real."""
 
     TAG: ClassVar[str] = "D"
     relation_oid: int
-    key: Values | None = None
-    old: Values | None = None
+    old: TupleData
+    key_only: bool
     xid: int | None = None
 
 
