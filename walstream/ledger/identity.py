@@ -126,8 +126,9 @@ def check_identity(conn: Connection, settings: Settings) -> Identity:
             raise ConfigError(
                 f"this ledger belongs to the environment {identity.environment!r}, and this configuration is for"
                 f" {settings.environment!r}",
-                hint="if the database is a copy that is to live on its own, accept it with `walstream adopt --environment"
-                f" {settings.environment}`; otherwise the DSN or the environment is wrong",
+                hint="if the database is a copy that is to live on its own, accept it with"
+                f" `walstream adopt --environment {settings.environment}`;"
+                " otherwise the DSN or the environment is wrong",
             )
         cluster = cluster_of(cur)
     if differences := history_changes(identity, cluster):
