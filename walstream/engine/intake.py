@@ -18,8 +18,8 @@ from ..errors import DecodeError, LedgerError
 from ..event import Commit, Row
 from ..lsn import format_lsn
 from ..protocol.decoder import Decoder
-from ..protocol.ledger_row import BEGIN, COMMIT, INSERT, compile_row_decoder, decode_begin, decode_commit
-from ..protocol.messages import Delete, Relation, Truncate, Update, Values
+from ..protocol.ledger_row import BEGIN, COMMIT, INSERT, RowDecoder, compile_row_decoder, decode_begin, decode_commit
+from ..protocol.messages import Delete, Relation, Truncate, TupleData, Update
 
 Piece = tuple[Commit, int, int, int]
 """(commit, rows, end LSN or 0 if the commit goes on, ledger inserts of that commit up to here)."""
@@ -91,7 +91,7 @@ class Intake:
         self._resume = resume
         self._chunk = chunk_bytes
         self._decoder = Decoder(1)
-        self._decoders: dict[bytes, Callable[[bytes], Row]] = {}
+        self._decoders: dict[bytes, RowDecoder] = {}
         self._ledgers: dict[int, Relation] = {}
         self._ignored: set[bytes] = set()
 
@@ -128,10 +128,7 @@ class Intake:
             if self._skip:
                 self._skip -= 1
                 return True
-            try:
-                row = decode(payload)
-            except (DecodeError, LedgerError) as error:
-                raise self._located(error, lsn) from error
+            row = decode(payload, lsn)
             size = len(payload)
             if size >= self._chunk:
                 self._strip(row)
@@ -223,10 +220,10 @@ class Intake:
         if isinstance(message, Relation):
             self._describe(message, lsn)
         elif isinstance(message, Update) and message.relation_oid in self._ledgers:
-            before = message.old or message.key or message.new
+            before = message.old or message.new
             self._violation("update", self._seq(message.relation_oid, before))
         elif isinstance(message, Delete) and message.relation_oid in self._ledgers:
-            self._violation("delete", self._seq(message.relation_oid, message.old or message.key))
+            self._violation("delete", self._seq(message.relation_oid, message.old))
         elif isinstance(message, Truncate):
             for oid in message.relation_oids:
                 if oid in self._ledgers:
@@ -240,7 +237,9 @@ class Intake:
             try:
                 self._decoders[key] = compile_row_decoder(relation, self._columns)
             except LedgerError as error:
-                raise self._located(error, lsn) from error
+                raise LedgerError(
+                    f"{error} (at LSN {format_lsn(lsn)}; nothing from there on was acknowledged)", hint=error.hint
+                ) from error
             self._ledgers[relation.oid] = relation
             self._ignored.discard(key)
         else:
@@ -255,7 +254,7 @@ class Intake:
             return
         self._burst.violations.append(Violation(kind, commit.lsn, self._changes, seq, commit.xid, detail))
 
-    def _seq(self, oid: int, values: Values | None) -> int | None:
+    def _seq(self, oid: int, values: TupleData | None) -> int | None:
         """The seq of a changed row, as far as its tuple tells: of a ``K`` tuple only the key columns are real."""
         if values is None:
             return None
@@ -263,11 +262,3 @@ class Intake:
             if column.name == self._columns[0]:
                 return int(value) if isinstance(value, bytes) and value.lstrip(b"-").isdigit() else None
         return None
-
-    def _located(self, error: DecodeError | LedgerError, lsn: int) -> DecodeError | LedgerError:
-        if isinstance(error, DecodeError):
-            return error if error.lsn else DecodeError(error.reason, tag=error.tag or "I", lsn=lsn, hint=error.hint)
-        return LedgerError(
-            f"{error} (at LSN {format_lsn(lsn)}; nothing from there on was acknowledged)",
-            hint=error.hint or "map the column in walstream.toml ([ledger.columns]) or rename it back, then start again",
-        )

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from ..event import Commit, Event, Row
 from ..order.buffer import HotBuffer
-from ..order.segment import Segment
+from ..order.segment import Segment, size_codes
 from ..order.writer import Snapshot
 from .intake import Burst, Piece, Violation
 
@@ -295,7 +295,7 @@ class Orderer:
                     tx_sizes=[1] * len(seqs),
                     commit_lsns=[0] * len(seqs),
                     commit_times=[0] * len(seqs),
-                    sizes=bytes(size.bit_length() for _, size in fresh),
+                    sizes=size_codes([size for _, size in fresh]),
                     last_lsn=self._last_lsn,
                     partial_inserts=self._partial_inserts,
                     recovered=True,
@@ -357,17 +357,17 @@ class _Backlog:
         rows = self.rows[:total]
         nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
         self.nbytes -= nbytes
-        classes = bytearray(map(int.bit_length, map(len, (row[4] for row in rows))))
+        sizes = [len(row[4]) for row in rows]
         stripped = False
         if self.stripped:
             for index, size in self.stripped.items():
                 if index < total:
-                    classes[index] = size.bit_length()
+                    sizes[index] = size
                     stripped = True
             self.stripped = {index - total: size for index, size in self.stripped.items() if index >= total}
         del self.pieces[:count]
         del self.rows[:total]
-        return pieces, rows, bytes(classes), stripped, nbytes
+        return pieces, rows, size_codes(sizes), stripped, nbytes
 
 
 def _without_known(

@@ -1,0 +1,64 @@
+"""Lanes: which events of the stream a lane of a projector keeps, and how they are cut into batches.
+
+A lane is a thread with a cursor of its own. Each lane reads the whole stream and keeps the sessions whose hash is its
+own, so the order within a session never depends on the number of lanes. The hash must be the same in every process
+and for ever, because cursors are stored by lane: CRC-32 of the session id's text in UTF-8 (Python's own ``hash`` is
+seeded anew in each process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from zlib import crc32
+
+from ..event import Event
+
+
+def lane_of(session_id: bytes, lanes: int) -> int:
+    """The lane, from 0, that a session belongs to when there are ``lanes`` of them."""
+    return crc32(session_id) % lanes
+
+
+class Selection:
+    """The events that one lane of one projector keeps.
+
+    Args:
+        types: event types in UTF-8; empty means all.
+        lane: from 0.
+        lanes: how many there are.
+    """
+
+    def __init__(self, types: frozenset[bytes], lane: int = 0, lanes: int = 1) -> None:
+        self._types = types
+        self._lane = lane
+        self._lanes = lanes
+
+    def keep(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Those of ``events`` that are this lane's, in the same order."""
+        types, lane, lanes = self._types, self._lane, self._lanes
+        if types:
+            events = [event for event in events if event.row[3] in types]
+        if lanes > 1:
+            events = [event for event in events if crc32(event.row[1]) % lanes == lane]
+        return events
+
+
+def cut(events: Sequence[Event], limit: int) -> Iterator[Sequence[Event]]:
+    """Cut events into batches of at most ``limit`` that split no transaction, unless it alone is larger.
+
+    A transaction is recognised by its shared commit object; recovered events have none in common that means anything
+    (what the slot missed is ordered one by one), but keeping them together does no harm.
+    """
+    start = 0
+    while len(events) - start > limit:
+        end = start + limit
+        if events[end - 1].commit is events[end].commit:
+            boundary = end
+            while boundary > start and events[boundary - 1].commit is events[end].commit:
+                boundary -= 1
+            if boundary > start:
+                end = boundary
+        yield events[start:end]
+        start = end
+    if start < len(events):
+        yield events[start:]
