@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from walstream.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -81,6 +83,20 @@ def note(text: str) -> None:
     """A line for the person at the terminal, on standard error, so that it never mixes with output that is piped on."""
     if not json_wanted():
         typer.echo(text, err=True)
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask before something that cannot be undone; return only if it may be done.
+
+    Raises:
+        ConfigError: nobody is there to ask, and ``--yes`` was not given.
+        typer.Abort: the answer was no.
+    """
+    if yes:
+        return
+    if json_wanted() or not sys.stdin.isatty():
+        raise ConfigError("this needs a confirmation, and nobody is there to give it", hint="add --yes if you mean it")
+    typer.confirm(question, abort=True, err=True)
 
 
 def redact(text: str) -> str:
