@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "metrics": (),
     "protocol": LEAVES,
     "source": (*LEAVES, "protocol"),
-    "order": (*LEAVES, "protocol", "source.connection"),
+    "order": (*LEAVES, "protocol", "source.connection", "source.failures"),
     "ledger": (*LEAVES, "protocol", "source.connection"),
     "guard": (*LEAVES, "protocol"),
     "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection"),
