@@ -69,8 +69,10 @@ class ProjectorSettings(_Model):
 class Settings(_Model):
     """All settings of one stream."""
 
-    dsn: str = Field("", description="libpq connection string or URI of the database that holds the ledger")
-    replication_dsn: str | None = Field(None, description="another one for the replication connection (past a pooler)")
+    dsn: str = Field("", repr=False, description="libpq connection string or URI of the database that holds the ledger")
+    replication_dsn: str | None = Field(
+        None, repr=False, description="another one for the replication connection (past a pooler)"
+    )
     namespace: str = Field("walstream", description="schema of walstream's own tables, one a stream")
     ledger: LedgerTable = LedgerTable()
     slot: str = Field("walstream", pattern=r"^[a-z0-9_]{1,63}$", description="name of the replication slot")
@@ -80,7 +82,9 @@ class Settings(_Model):
 
     buffer_bytes: int = Field(64 * MiB, ge=MiB, description="hot buffer: events kept in memory for projectors")
     pending_bytes: int = Field(16 * MiB, ge=MiB, description="received and not yet ordered, at the most")
-    chunk_bytes: int = Field(4 * MiB, ge=64 * 1024, description="a segment's payload, at the most (a larger event is its own)")
+    chunk_bytes: int = Field(
+        4 * MiB, ge=64 * 1024, description="a segment's payload, at the most (a larger event is its own)"
+    )
     lease_seconds: float = Field(10.0, ge=1, description="a silent ingest is replaced after this long")
     idle_persist_seconds: float = Field(30.0, ge=0.1, description="how often an idle position is written down")
     liveness_seconds: float = Field(20.0, ge=1, description="silence after which a canary must come through the stream")
@@ -91,10 +95,10 @@ class Settings(_Model):
 
     projectors: dict[str, ProjectorSettings] = Field(default_factory=dict)
 
-    @field_validator("dsn")
+    @field_validator("dsn", "replication_dsn")
     @classmethod
-    def _dsn_is_one_line(cls, value: str) -> str:
-        if "\0" in value or "\n" in value:
+    def _dsn_is_one_line(cls, value: str | None) -> str | None:
+        if value and ("\0" in value or "\n" in value):
             raise ValueError("a connection string is one line")
         return value
 
@@ -140,7 +144,9 @@ def load(
         return Settings.model_validate(merged)
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
-        raise ConfigError(f"the configuration does not fit: {lines}", hint="docs/operations.md lists every key") from None
+        raise ConfigError(
+            f"the configuration does not fit: {lines}", hint="docs/operations.md lists every key"
+        ) from None
 
 
 def quote(identifier: str) -> str:
@@ -189,5 +195,9 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         step = found
         for part in path[:-1]:
             step = step.setdefault(part, {})
+            if not isinstance(step, dict):
+                raise ConfigError(f"{name} steps into {part!r}, which another variable sets as a whole")
+        if isinstance(step.get(path[-1]), dict):
+            raise ConfigError(f"{name} sets as a whole what another variable steps into")
         step[path[-1]] = value
     return found

@@ -168,7 +168,8 @@ def parse_payload(raw: bytes) -> Any:
     """Parse JSON without distorting a number.
 
     Raises:
-        PayloadError: too deep, an integer longer than ``sys.get_int_max_str_digits()``, or no JSON at all.
+        PayloadError: too deep, an integer longer than ``sys.get_int_max_str_digits()``, an exponent that not even
+            ``Decimal`` holds (only the type ``json`` keeps those), or no JSON at all.
     """
     try:
         if _DELICATE_NUMBER.search(raw) is None:
@@ -176,12 +177,17 @@ def parse_payload(raw: bytes) -> Any:
                 return orjson.loads(raw)
             except orjson.JSONDecodeError:
                 pass  # orjson stops at a depth of 1024; the standard library says precisely what is wrong
-        return json.loads(raw, parse_float=_exact_float)
-    except (ValueError, RecursionError) as error:
+        return json.loads(raw, parse_float=_exact_float, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError, ArithmeticError) as error:  # the last: an exponent beyond Decimal's
         raise PayloadError(
             f"this payload of {len(raw)} bytes cannot be parsed: {error}",
             hint="read event.payload_text instead, which is exact",
         ) from error
+
+
+def _refuse_constant(text: str) -> Any:
+    # The standard library takes NaN and Infinity, which JSON does not have.
+    raise ValueError(f"{text} is not JSON")
 
 
 def _exact_float(text: str) -> float | Decimal:

@@ -8,12 +8,15 @@ Source: PostgreSQL documentation, "pg_lsn Type" (8.20) and "Streaming Replicatio
 
 from __future__ import annotations
 
+import re
+
 from .errors import ConfigError
 
 INVALID = 0
 """``0/0``: never a position. Relation messages carry it, and transactions with a replication origin do."""
 
 _MAX = (1 << 64) - 1
+_TEXT = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
 
 
 def parse_lsn(text: str) -> int:
@@ -22,15 +25,10 @@ def parse_lsn(text: str) -> int:
     Raises:
         ConfigError: ``text`` is not an LSN. Nothing is guessed: ``'2/3F42B70'`` is ``0x0000000203F42B70``.
     """
-    high, slash, low = text.partition("/")
-    try:
-        if not slash or not 1 <= len(high) <= 8 or not 1 <= len(low) <= 8:
-            raise ValueError
-        if not (high.isalnum() and low.isalnum()):  # int() would take signs, blanks and underscores
-            raise ValueError
-        return int(high, 16) << 32 | int(low, 16)
-    except ValueError:
-        raise ConfigError(f"{text!r} is not an LSN", hint="an LSN looks like 16/B374D848") from None
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r} is not an LSN", hint="an LSN looks like 16/B374D848")
+    return int(found[1], 16) << 32 | int(found[2], 16)
 
 
 def format_lsn(lsn: int) -> str:
