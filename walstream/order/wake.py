@@ -1,0 +1,228 @@
+"""Waking readers in other processes: NOTIFY after the order has committed, LISTEN, and a slow poll as the net.
+
+Rule 8: a NOTIFY takes a lock of the whole cluster until its transaction has committed, and under synchronous
+replication one that waits for a standby keeps everybody else's waiting. So it has a connection and a thread of its
+own, commits asynchronously, and its failure concerns nobody: readers look by themselves now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psycopg2
+from psycopg2.extensions import connection as Connection
+
+from walstream.config import quote
+from walstream.errors import WalstreamError
+
+_log = logging.getLogger(__name__)
+
+_NAME_LIMIT: Final = 63  # bytes of a channel's name (NAMEDATALEN - 1)
+_GAP: Final = 0.002  # seconds between two notifications: what comes in between needs none of its own
+_RETRY_FIRST: Final = 0.5
+_RETRY_LAST: Final = 30.0
+_LOCK_TIMEOUT: Final = "5s"
+
+
+def channel_of(namespace: str) -> str:
+    """The channel on which growth of this stream's order is announced."""
+    name = f"{namespace}.commit_order"
+    if len(name.encode()) > _NAME_LIMIT:
+        name = f"walstream.{hashlib.sha256(namespace.encode()).hexdigest()[:32]}"
+    return name
+
+
+class Notifier:
+    """Tells listeners that the order has grown. Many calls in a short time become one notification.
+
+    Args:
+        connect: makes a connection (in autocommit) whenever one is needed.
+        namespace: schema of walstream's tables.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], namespace: str) -> None:
+        self._connect = connect
+        self._channel = channel_of(namespace)
+        self._changed = threading.Condition()
+        self._due = False
+        self._closed = False
+        self._connection: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="walstream-notify", daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Announce growth soon. Returns at once, never fails, may be called from any thread."""
+        with self._changed:
+            self._due = True
+            self._changed.notify()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Stop; a notification that waits for a lock is given up after ``timeout`` seconds at the most."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout / 2)
+        if self._thread.is_alive() and (connection := self._connection) is not None:
+            with contextlib.suppress(psycopg2.Error):
+                connection.cancel()
+            self._thread.join(timeout / 2)
+
+    def _run(self) -> None:
+        pause = _RETRY_FIRST
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._closed)
+                if self._closed:
+                    break
+                self._due = False
+            try:
+                self._send()
+            except Exception as error:  # whatever it is, ingest must not notice
+                if pause == _RETRY_FIRST:
+                    _log.warning("readers in other processes are not woken, they poll: %s", error)
+                self._drop()
+                with self._changed:
+                    self._due = True
+                    self._changed.wait_for(lambda: self._closed, pause)
+                pause = min(pause * 2, _RETRY_LAST)
+            else:
+                pause = _RETRY_FIRST
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, _GAP)
+        self._drop()
+
+    def _send(self) -> None:
+        if self._connection is None:
+            made = self._connect()
+            self._connection = made
+            with made.cursor() as cursor:
+                cursor.execute(
+                    "SELECT set_config('synchronous_commit', 'off', false), set_config('lock_timeout', %s, false)",
+                    (_LOCK_TIMEOUT,),
+                )
+        with self._connection.cursor() as cursor:
+            cursor.execute("SELECT pg_notify(%s, '')", (self._channel,))
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(psycopg2.Error):
+                self._connection.close()
+            self._connection = None
+
+
+class Listener:
+    """Waits until the order may have grown.
+
+    Where LISTEN cannot be had (a pooler that shares sessions, a standby) it only waits: the poll is the net that
+    catches everything, notifications only make it quicker.
+
+    Args:
+        connect: makes a connection (in autocommit) whenever one is needed; it is used for nothing else.
+        namespace: schema of walstream's tables.
+        poll_seconds: no wait is longer than this.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], namespace: str, poll_seconds: float) -> None:
+        self._connect = connect
+        self._channel = channel_of(namespace)
+        self._poll_seconds = poll_seconds
+        self._connection: Connection | None = None
+        self._retry_at = 0.0
+        self._pause = _RETRY_FIRST
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        self._closed = False
+
+    @property
+    def listening(self) -> bool:
+        """Whether notifications can arrive at present."""
+        return self._connection is not None
+
+    def wait(self, timeout: float) -> bool:
+        """Block until the order may have grown, and at the most ``timeout`` or ``poll_seconds``.
+
+        To be called from one thread, and followed by a look at the order whatever it returns.
+
+        Returns:
+            Whether there was a reason to look at once: a notification, :meth:`wake`, or that listening began just now
+            (what grew before that was not announced here).
+        """
+        deadline = time.monotonic() + min(timeout, self._poll_seconds)
+        if self._connection is None and time.monotonic() >= self._retry_at and self._listen():
+            return True
+        while True:
+            if self._take():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            watched = [self._read_end] if self._connection is None else [self._read_end, self._connection.fileno()]
+            ready, _, _ = select.select(watched, [], [], left)
+            if self._read_end in ready:
+                self._drain()
+                return True
+
+    def wake(self) -> None:
+        """End the present (or else the next) :meth:`wait`. May be called from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write_end, b"\0")
+
+    def close(self) -> None:
+        """Close the connection. To be called by the thread that waits, or when none does."""
+        self._drop()
+        if not self._closed:
+            self._closed = True
+            os.close(self._read_end)
+            os.close(self._write_end)
+
+    def _listen(self) -> bool:
+        try:
+            self._connection = self._connect()
+            with self._connection.cursor() as cursor:
+                cursor.execute(f"LISTEN {quote(self._channel)}")
+        except (WalstreamError, psycopg2.Error) as error:
+            self._failed(error)
+            return False
+        self._pause = _RETRY_FIRST
+        return True
+
+    def _take(self) -> bool:
+        """Whether a notification has arrived."""
+        if self._connection is None:
+            return False
+        try:
+            self._connection.poll()
+        except psycopg2.Error as error:
+            self._failed(error)
+            return True  # what grew since the last notification was perhaps not announced
+        if not self._connection.notifies:
+            return False
+        self._connection.notifies.clear()
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        if self._pause == _RETRY_FIRST:
+            _log.info("no notifications at present, polling every %s s: %s", self._poll_seconds, error)
+        self._drop()
+        self._retry_at = time.monotonic() + self._pause
+        self._pause = min(self._pause * 2, _RETRY_LAST)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(psycopg2.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read_end, 512):
+                pass
