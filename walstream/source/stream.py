@@ -2,24 +2,23 @@
 
 What holds in this file (rule 9 of the design, and the facts behind it):
 
-1. psycopg2 acknowledges by itself. On every keepalive its C code moves the flush position to the server's position, if
-   the last position that was *explicitly* flushed is at or past the start of the *last message*. Rows of a long
-   transaction start below commits that are confirmed already (and relation messages start at 0/0), so a keepalive that
-   comes inside a transaction would confirm complete transactions whose order is not durable: lost events.
-2. The server sends a keepalive inside a transaction for two reasons only: a reply was requested (``reply=True``), or it
-   heard nothing from us for half of ``wal_sender_timeout``. So a reply is never requested, and feedback leaves at least
-   every sixth of the timeout; every message that is read is preceded by a look at the clock.
+1. psycopg2 acknowledges by itself. On every keepalive its C code moves a cursor's flush position to the server's, if
+   the last position that *this cursor* flushed explicitly is at or past the start of the *last message it read*. Rows
+   of a long transaction start below commits that are confirmed already, so a keepalive that comes inside a transaction
+   would confirm complete transactions whose order is not durable: lost events. Therefore two cursors share the
+   connection: one reads and never flushes anything, the other sends our feedback and never reads.
+2. That leaves relation messages, and the Begin of a transaction with an origin: they start at 0/0, and everything is
+   past that. Keepalives inside a transaction come for two reasons only: a reply was requested (``reply=True``), or the
+   server heard nothing from us for half of ``wal_sender_timeout``. So a reply is never requested, and feedback leaves
+   at least every sixth of the timeout; every message that is read is preceded by a look at the clock.
 3. If the last feedback is older than a third of the timeout, this process stood still, and such a keepalive may already
    lie in the socket: the connection is dropped *unread* (:class:`~walstream.errors.Stalled`). What was not confirmed
    comes again.
 4. A network that stands still while both ends live has the same effect; therefore the kernel gives the connection up
    when sent bytes stay unacknowledged for a quarter of the timeout (a sixth and a quarter are less than half).
 5. Nothing above what was received is ever acknowledged: a position beyond the end of the WAL is accepted by the server
-   in silence and loses events (C24).
+   in silence and loses events.
 6. One thread uses a stream; :meth:`ReplicationStream.wakeup` alone may be called from others.
-
-While a ledger is idle (everything that came is confirmed) psycopg2's own forwarding is right and harmless: the slot may
-then stand past :attr:`ReplicationStream.confirmed`, but never past a transaction that is ours.
 """
 
 from __future__ import annotations
@@ -82,7 +81,8 @@ class ReplicationStream:
     def __init__(self, connection: LogicalReplicationConnection, settings: Settings) -> None:
         """Use :meth:`open`."""
         self._connection = connection
-        self._cursor: Any = connection.cursor()
+        self._reader: Any = connection.cursor()
+        self._acknowledger: Any = connection.cursor()
         self._slot = settings.slot
         self._publication = settings.publication
         self._doing = f"reading slot {settings.slot}"
@@ -161,7 +161,7 @@ class ReplicationStream:
         if self._closed:
             raise ConnectionLost(f"{self._doing}: the stream is closed")
         clock = time.monotonic
-        read = self._cursor.read_message
+        read = self._reader.read_message
         due = self._due
         empty_reads = self._empty_reads
         count = empties = empty_at = 0
@@ -186,7 +186,7 @@ class ReplicationStream:
         if count:
             self.last_heard = now
             self._burst += count
-        position = self._cursor.wal_end
+        position = self._reader.wal_end
         if position > self.passed:  # a keepalive's; a message's own is below the commits that came before it
             self.passed = position
             self.last_heard = now
@@ -279,7 +279,7 @@ class ReplicationStream:
             self._feedback_every = min(timeout, DEFAULT_TIMEOUT) / 6
             self._stall_after = timeout / 3
             _give_up_unacknowledged(descriptor, timeout / 4)
-        self._cursor.start_replication_expert(
+        self._reader.start_replication_expert(
             start_command(self._slot, start_lsn, self._publication), decode=False, status_interval=_NEVER
         )
         self._poll.register(descriptor, select.POLLIN)
@@ -289,7 +289,7 @@ class ReplicationStream:
 
     def _identify(self, start_lsn: int) -> float:
         """Learn who sends, refuse a position that it does not have, and return its timeout in seconds (0: off)."""
-        execute, fetch = self._cursor.execute, self._cursor.fetchone
+        execute, fetch = self._reader.execute, self._reader.fetchone
         execute("IDENTIFY_SYSTEM")
         self.system_identifier, self.timeline, written, _ = fetch()
         if start_lsn > parse_lsn(written):
@@ -316,13 +316,13 @@ class ReplicationStream:
         if error.pgcode != OBJECT_IN_USE:
             return ""
         with contextlib.suppress(psycopg2.Error):
-            self._cursor.execute(
+            self._reader.execute(
                 "SELECT format(' (held by pid %%s, %%s, from %%s, since %%s)', a.pid, a.application_name,"
                 " coalesce(host(a.client_addr), 'a local socket'), a.backend_start)"
                 " FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
                 (self._slot,),
             )
-            found = self._cursor.fetchone()
+            found = self._reader.fetchone()
             return str(found[0]) if found else ""
         return ""
 
@@ -342,7 +342,7 @@ class ReplicationStream:
     def _send(self, now: float) -> float:
         passed = self.passed
         try:
-            self._cursor.send_feedback(write_lsn=passed, flush_lsn=self._wanted, force=True)
+            self._acknowledger.send_feedback(write_lsn=passed, flush_lsn=self._wanted, force=True)
         except psycopg2.Error as error:
             raise self._failed(error) from error
         self.confirmed = self._wanted
