@@ -29,20 +29,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "order": (*LEAVES, "protocol", "source.connection", "source.failures"),
     "ledger": (*LEAVES, "protocol", "source.connection"),
     "guard": (*LEAVES, "protocol"),
-    "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection"),
+    "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection", "source.failures"),
     PUBLIC: (*LEAVES, "engine"),
     "projectors": (PUBLIC,),
     "postgres": LEAVES,
     "testing": (*LEAVES, PUBLIC, "engine"),
     "cli": ("*",),
+    "demo": ("*",),
 }
 
 # Other people's packages that only some rooms may know. Whatever is not named here is free, except to `protocol`.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "psycopg2": ("source", "order", "ledger", "guard", "engine", "projectors", "postgres", "cli", PUBLIC),
+    "psycopg2": ("source", "order", "ledger", "guard", "engine", "projectors", "postgres", "cli", "demo", PUBLIC),
     "typer": ("cli",),
     "click": ("cli",),
-    "rich": ("cli",),
+    "rich": ("cli", "demo"),
     "pydantic": ("config",),
 }
 

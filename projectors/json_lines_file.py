@@ -1,0 +1,198 @@
+"""An append-only file, one event a line, that knows by itself how far it got.
+
+The file is outside the database, so its position cannot commit together with the cursor's. Its own last line is the
+truth instead: what is delivered again after a crash stands there already and is not appended twice; a line that was
+torn by the crash is cut off, and its event comes again. So the file holds every event exactly once, in offset order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from walstream import Context, Event, Projector, RetryLater
+
+_BLOCK: Final = 64 * 1024
+_LINE_BREAKS: Final = bytes.maketrans(b"\n\r", b"  ")
+
+
+class JsonLinesFile(Projector):
+    """Appends every event to ``path``. One process at a time: the file is locked while it is open.
+
+    Whatever goes wrong with the disk is nobody's fault: it is tried again later. Whatever is wrong with the *file*
+    (another event stands under an offset, a last line that is not ours) halts the projector: going on would hide it.
+
+    Args:
+        path: made if it is not there; its folder must be.
+    """
+
+    name = "json-lines-file"
+    on_poison = "halt"  # parking would leave a hole in the file
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: OffsetFile | None = None
+
+    def project(self, events: Sequence[Event], ctx: Context) -> None:
+        try:
+            if self._file is None:
+                self._file = OffsetFile(self.path)
+                ctx.log.info("%s ends with offset %d", self.path, self._file.last)
+            for event in events:
+                if event.offset <= self._file.last:
+                    self._file.must_hold(event)
+            self._file.append([event for event in events if event.offset > self._file.last])
+        except OSError as error:
+            self.close()
+            raise RetryLater(f"{self.path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class OffsetFile:
+    """The file itself: lines that begin with ascending offsets.
+
+    Attributes:
+        last: offset of the last line; 0 while there is none.
+
+    Raises:
+        OSError: the file cannot be opened, or another process has it (``BlockingIOError``).
+        ValueError: its last line is not one of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        new = not path.exists()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if new:
+                _sync_folder(path.parent)
+            self._size = self._cut_torn_line()
+            start = self._start_of_line(self._size - 1)
+            self.last = self._read(start)["offset"] if self._size else 0
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Append and make durable. If that fails the file is as before."""
+        if not events:
+            return
+        data = b"".join(map(event_line, events))
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._fd, data[written:], self._size + written)
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+        self.last = events[-1].offset
+
+    def must_hold(self, event: Event) -> None:
+        """Check that the file holds ``event`` under its offset.
+
+        Raises:
+            ValueError: it does not. The order that filled the file is not the one that is read now.
+        """
+        low, high = 0, self._size  # the line is searched by halves; `low` is always the start of a line
+        while low < high:
+            start = self._start_of_line((low + high) // 2)
+            record = self._read(start)
+            if record["offset"] == event.offset:
+                if record["seq"] == event.seq:
+                    return
+                raise ValueError(
+                    f"{self.path} holds seq {record['seq']} under offset {event.offset}, and the ledger's order has "
+                    f"seq {event.seq} there: the file belongs to another history; move it away and reset the projector"
+                )
+            if record["offset"] < event.offset:
+                low = self._end_of_line(start)
+            else:
+                high = start
+        raise ValueError(
+            f"{self.path} ends with offset {self.last} and does not hold offset {event.offset} (seq {event.seq}): it "
+            "was not filled from there on; move it away, and a new one is filled from the projector's position"
+        )
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _cut_torn_line(self) -> int:
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            size = self._start_of_line(size)
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+        return size
+
+    def _start_of_line(self, position: int) -> int:
+        """Where the line starts that holds the byte at ``position``."""
+        end = position
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            found = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+        return 0
+
+    def _end_of_line(self, position: int) -> int:
+        while block := os.pread(self._fd, _BLOCK, position):
+            found = block.find(b"\n")
+            if found >= 0:
+                return position + found + 1
+            position += len(block)
+        return position
+
+    def _read(self, start: int) -> dict[str, Any]:
+        line = os.pread(self._fd, self._end_of_line(start) - start, start)
+        try:
+            record = orjson.loads(line)
+            if isinstance(record["offset"], int) and isinstance(record["seq"], int):
+                return dict(record)
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise ValueError(f"{self.path} holds a line that is not ours at byte {start}: {line[:80]!r}")
+
+
+def event_line(event: Event) -> bytes:
+    """Return ``event`` as a line of JSON: its place, its columns, and the payload digit by digit as the ledger has it.
+
+    The same as ``walstream tail --json`` prints, and ``walstream import`` reads.
+    """
+    committed = event.committed_at
+    head: dict[str, Any] = {
+        "offset": event.offset or None,
+        "seq": event.seq,
+        "key": event.key,
+        "session_id": event.session_id,
+        "agent_id": event.agent_id,
+        "event_type": event.event_type,
+        "created_at": event.created_at_text,
+        "committed_at": committed.isoformat() if committed else None,
+        "recovered": event.recovered,
+    }
+    if event.extras:
+        head["extras"] = dict(event.extras)
+    # White space in a `json` column may hold line breaks; inside a string JSON allows none.
+    payload = event.payload_bytes.translate(_LINE_BREAKS)
+    return orjson.dumps(head)[:-1] + b',"payload":' + payload + b"}\n"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""``walstream demo``: the whole thing on a server of its own, with a proof at the end."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from walstream.errors import ExitCode
+
+from . import console
+from .options import Json
+
+if TYPE_CHECKING:
+    from walstream.demo.supervisor import Demo, Outcome
+
+_EVENTS = 6000
+_RATE = 250.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(demo)
+
+
+def demo(
+    *,
+    events: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Events written in all.", show_default=f"{_EVENTS}, or all recorded"),
+    ] = None,
+    agents: Annotated[int, typer.Option(min=1, max=60, metavar="N", help="Agents at work at the same time.")] = 8,
+    kills: Annotated[int, typer.Option(min=0, metavar="N", help="How often the consumer is killed with SIGKILL.")] = 3,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Events a second; 0: no limit.", show_default=f"{_RATE:g}, or no limit"),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Recorded runs (*.jsonl, as for import) instead of the simulation."),
+    ] = None,
+    copies: Annotated[int, typer.Option(min=1, metavar="N", help="With --replay: copies of each run.")] = 1,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="For the same scenario again.", show_default="a new one")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the server running and say what to try next.")] = False,
+    as_json: Json = False,  # noqa: ARG001 (read where it is printed)
+) -> None:
+    """Show that nothing is lost: agents, a consumer that is killed, a proof.
+
+    Starts a Postgres of its own, lets a swarm of simulated agents write to the
+    ledger in concurrent transactions, some of which are rolled back, and kills the
+    consumer with SIGKILL on the way. At the end every projector's effects are
+    compared with the ledger in SQL. Exit code 1 if anything is lost or doubled.
+    """
+    from walstream.demo.screen import Progress, screen_for
+    from walstream.demo.supervisor import Demo, Plan
+
+    if replay is None:
+        events = events or _EVENTS
+        rate = _RATE if rate is None else rate
+        if copies != 1:
+            raise typer.BadParameter("makes copies of recorded runs: give --replay DIR", param_hint="--copies")
+    plan = Plan(
+        events=events,
+        agents=agents,
+        kills=kills,
+        rate=rate or None,
+        seed=random.randrange(1 << 32) if seed is None else seed,
+        replay=replay,
+        copies=copies,
+    )
+    progress = Progress()
+    watched = screen_for(console.err(), progress, console.note, live=sys.stderr.isatty())
+    with _ended_by_sigterm(), watched as screen, Demo(plan, progress) as shown:
+        screen.watch(lambda: shown.connect("screen"))
+        outcome = shown.run()
+        if keep:
+            shown.keep()
+    if console.json_wanted():
+        where = {"dsn": shown.settings.dsn, "folder": str(shown.folder)} if keep else {}
+        console.print_json(outcome.as_json() | where)
+    else:
+        _show(outcome)
+        if keep:
+            _say_what_to_try(shown)
+    if not outcome.proof.holds:
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that server and consumer are stopped."""
+
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)  # the way down is bounded and must not be cut short
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(outcome: Outcome) -> None:
+    from rich.table import Table
+
+    proof = outcome.proof
+    table = Table(title="The proof, from the ledger", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+
+    def row(name: str, value: object, note: str = "", *, wrong: bool = False) -> None:
+        shown = f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name, f"[bold red]{shown}[/]" if wrong else f"[bold]{shown}[/]", note)
+
+    tally = outcome.tally
+    row("written", proof.written, f"{proof.sessions:,} sessions, {tally.transactions:,} transactions")
+    row("rolled back", tally.undone, f"{tally.rollbacks:,} transactions, {tally.savepoints:,} savepoints")
+    row("offsets assigned", proof.offsets, f"gaps {proof.gaps:,}; {proof.late_seqs:,} committed after a higher seq")
+    row("delivered", proof.delivered, f"out of order {proof.out_of_order:,}, altered {proof.altered:,}")
+    each = ", ".join(f"{name} {c.lost:,}" for name, c in proof.comparisons.items())
+    row("lost", proof.lost, each, wrong=proof.lost > 0)
+    each = ", ".join(f"{name} {c.duplicated:,}" for name, c in proof.comparisons.items())
+    row("duplicated", proof.duplicated, each, wrong=proof.duplicated > 0)
+    outages = ", ".join(f"{kill.seconds:.1f} s" for kill in outcome.kills)
+    row("kill -9 of the consumer", len(outcome.kills), f"delivering again after {outages}" if outages else "")
+    latency, calm = proof.latency, proof.undisturbed
+    row("commit to handler, p50", _ms(latency.p50_ms), f"without the {latency.events - calm.events:,} that met a dead")
+    row("commit to handler, p99", _ms(latency.p99_ms), f"consumer: p50 {_ms(calm.p50_ms)}, p99 {_ms(calm.p99_ms)}")
+    row("handoffs", proof.handoffs, f"{tally.handoffs_taken:,} taken up by the next agent")
+    out = console.out()
+    out.print(table)
+    out.print(f"PostgreSQL {outcome.postgres}, {outcome.seconds:.0f} s, --seed {outcome.seed}", style="dim")
+    if proof.holds:
+        out.print("[bold green]Every event was delivered once, in commit order.[/]")
+    else:
+        out.print("[bold red]This is not what was promised.[/]")
+
+
+def _ms(value: float | None) -> str:
+    return "none" if value is None else f"{value:,.1f} ms"
+
+
+def _say_what_to_try(shown: Demo) -> None:
+    config = shown.config
+    console.say(
+        f"""
+The server is still running. Its database:
+  {shown.settings.dsn}
+Try, in {shown.folder}:
+  walstream status --config {config}
+  walstream run walstream.demo.consumer:stream --config {config}
+  walstream tail --config {config}                # in another terminal
+  walstream import FILE.jsonl --config {config}   # and watch it arrive
+  psql "{shown.settings.dsn}" -c "SELECT * FROM event_counts LIMIT 10"
+Stop and remove it:
+  {shown.stop_command}"""
+    )

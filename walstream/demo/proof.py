@@ -1,0 +1,302 @@
+"""The proof: what the ledger holds, compared in SQL with what every projector made of it.
+
+The ledger is the truth. The order (decoded from ``commit_order``) and the file are loaded into temporary tables next
+to it, and everything after that is a query. ``lost`` and ``duplicated`` are sums over all comparisons: an event that
+the order and the file both miss counts twice.
+
+Latency is the time from the commit's own timestamp (which the server takes when it writes the commit record, before
+that record is flushed) to the moment the projector's handler got the event, both by this machine's clock. Nothing is
+left out: an event that committed while the consumer was dead waited for its restart, and counts with all of that.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from walstream.config import LedgerTable, Settings, quote
+from walstream.ledger.json_lines import parse_event
+from walstream.lsn import parse_lsn
+from walstream.order.segment import decode_body
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+    from psycopg2.extensions import cursor as Cursor
+
+
+@dataclass(slots=True)
+class Comparison:
+    """One projector's effects against the ledger.
+
+    Attributes:
+        lost: events of the ledger that it does not show.
+        duplicated: showings beyond the first.
+        foreign: what it shows and the ledger does not hold (a rolled-back event, say).
+    """
+
+    lost: int = 0
+    duplicated: int = 0
+    foreign: int = 0
+
+
+@dataclass(slots=True)
+class Latency:
+    """Milliseconds from commit to handler."""
+
+    events: int
+    p50_ms: float | None
+    p99_ms: float | None
+    max_ms: float | None
+
+
+@dataclass(slots=True)
+class Proof:
+    """What was found. :attr:`holds` is the verdict.
+
+    Attributes:
+        written: rows in the ledger.
+        claimed: events that the agents say they committed.
+        offsets: ledger rows that have an offset.
+        gaps: offsets between the first and the last that nobody has.
+        delivered: ledger rows that reached the handlers.
+        out_of_order: deliveries that came after one with a higher offset.
+        altered: lines of the file that differ from their row.
+        late_seqs: events that committed after one with a higher seq: the order is not the sequence's.
+        taken_twice: handoffs that more than one agent took up.
+        comparisons: by projector.
+    """
+
+    written: int = 0
+    claimed: int = 0
+    offsets: int = 0
+    gaps: int = 0
+    delivered: int = 0
+    out_of_order: int = 0
+    altered: int = 0
+    late_seqs: int = 0
+    sessions: int = 0
+    handoffs: int = 0
+    taken_twice: int = 0
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    latency: Latency = field(default_factory=lambda: Latency(0, None, None, None))
+    undisturbed: Latency = field(default_factory=lambda: Latency(0, None, None, None))
+
+    @property
+    def lost(self) -> int:
+        """Events that some comparison misses; also rows that agents committed and the ledger does not hold."""
+        return sum(c.lost for c in self.comparisons.values()) + max(0, self.claimed - self.written)
+
+    @property
+    def duplicated(self) -> int:
+        """Showings beyond the first, and handoffs taken up twice."""
+        return sum(c.duplicated for c in self.comparisons.values()) + self.taken_twice
+
+    @property
+    def holds(self) -> bool:
+        """Whether every event was delivered once, in order, unaltered, and nothing else was."""
+        wrong = self.lost + self.duplicated + self.gaps + self.out_of_order + self.altered
+        return wrong + sum(c.foreign for c in self.comparisons.values()) == 0 and self.written == self.claimed
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "written": self.written,
+            "offsets": self.offsets,
+            "delivered": self.delivered,
+            "lost": self.lost,
+            "duplicated": self.duplicated,
+            "p50_ms": self.latency.p50_ms,
+            "p99_ms": self.latency.p99_ms,
+            "max_ms": self.latency.max_ms,
+            "holds": self.holds,
+            "claimed": self.claimed,
+            "gaps": self.gaps,
+            "out_of_order": self.out_of_order,
+            "altered": self.altered,
+            "foreign": sum(c.foreign for c in self.comparisons.values()),
+            "late_seqs": self.late_seqs,
+            "sessions": self.sessions,
+            "handoffs": self.handoffs,
+            "taken_twice": self.taken_twice,
+            "projectors": {name: asdict(comparison) for name, comparison in self.comparisons.items()},
+            "undisturbed": asdict(self.undisturbed),
+        }
+
+
+_TABLES: Final = """\
+CREATE TEMPORARY TABLE proof_ledger ON COMMIT DROP AS
+    SELECT $seq AS seq, $session_id::text AS session_id, $agent_id::text AS agent_id, $event_type::text AS event_type,
+           $payload::text AS payload FROM $table;
+CREATE TEMPORARY TABLE proof_order (event_offset bigint, seq bigint) ON COMMIT DROP;
+CREATE TEMPORARY TABLE proof_file (
+    line bigint, event_offset bigint, seq bigint, session_id text, agent_id text, event_type text, payload text
+) ON COMMIT DROP;
+CREATE TEMPORARY TABLE proof_outages (from_us bigint, to_us bigint) ON COMMIT DROP;
+"""
+
+# $shown is a relation with a column seq: what somebody shows. $wanted: the part of the ledger it has to show.
+_COMPARE: Final = """\
+WITH shown AS (SELECT seq, count(*) AS times FROM ($shown) AS shown_rows GROUP BY seq),
+     wanted AS (SELECT seq FROM proof_ledger WHERE $wanted)
+SELECT count(*) FILTER (WHERE shown.seq IS NULL),
+       coalesce(sum(shown.times - 1), 0),
+       count(*) FILTER (WHERE wanted.seq IS NULL)
+  FROM wanted FULL JOIN shown USING (seq)"""
+
+_COMPARE_COUNTS: Final = """\
+WITH wanted AS (SELECT session_id, event_type, count(*) AS events FROM proof_ledger GROUP BY 1, 2)
+SELECT coalesce(sum(greatest(coalesce(wanted.events, 0) - coalesce(shown.events, 0), 0)), 0),
+       coalesce(sum(greatest(coalesce(shown.events, 0) - wanted.events, 0)) FILTER (WHERE wanted.events > 0), 0),
+       coalesce(sum(shown.events) FILTER (WHERE wanted.events IS NULL), 0)
+  FROM wanted FULL JOIN event_counts AS shown USING (session_id, event_type)"""
+
+_NUMBERS: Final = """\
+SELECT (SELECT count(*) FROM proof_ledger),
+       (SELECT count(DISTINCT session_id) FROM proof_ledger),
+       (SELECT count(*) FROM proof_ledger WHERE seq IN (SELECT seq FROM proof_order)),
+       (SELECT coalesce(max(event_offset), 0) - count(DISTINCT event_offset) FROM proof_order),
+       (SELECT count(*) FROM proof_ledger WHERE seq IN (SELECT seq FROM demo_deliveries)),
+       (SELECT count(*) FROM (
+           SELECT event_offset < lag(event_offset) OVER (ORDER BY delivery) AS back FROM demo_deliveries
+        ) AS steps WHERE back),
+       (SELECT count(*) FROM proof_file AS f JOIN proof_ledger AS e USING (seq)
+         WHERE (f.session_id, f.agent_id, f.event_type, f.payload)
+            IS DISTINCT FROM (e.session_id, e.agent_id, e.event_type, e.payload)),
+       (SELECT count(*) FROM (
+           SELECT seq < max(seq) OVER (ORDER BY event_offset ROWS UNBOUNDED PRECEDING) AS late FROM proof_order
+        ) AS steps WHERE late),
+       (SELECT count(*) FROM proof_ledger WHERE event_type = 'handoff.emitted'),
+       (SELECT coalesce(sum(times - 1), 0) FROM (
+           SELECT count(*) AS times FROM proof_ledger
+            WHERE event_type = 'handoff.received' AND payload::jsonb ->> 'handoff' IN (SELECT key FROM agent_inbox)
+            GROUP BY payload::jsonb ->> 'handoff'
+        ) AS taken)"""
+
+_LATENCY: Final = """\
+SELECT count(*),
+       percentile_cont(0.50) WITHIN GROUP (ORDER BY handled_us - committed_us),
+       percentile_cont(0.99) WITHIN GROUP (ORDER BY handled_us - committed_us),
+       max(handled_us - committed_us)
+  FROM demo_deliveries WHERE committed_us IS NOT NULL"""
+
+_UNDISTURBED: Final = (
+    _LATENCY
+    + """
+   AND NOT EXISTS (SELECT FROM proof_outages WHERE committed_us BETWEEN from_us AND to_us)"""
+)
+
+
+def prove(
+    connection: Connection,
+    settings: Settings,
+    file: Path,
+    *,
+    claimed: int,
+    outages: Sequence[tuple[int, int]] = (),
+) -> Proof:
+    """Compare everything with the ledger, in one snapshot.
+
+    Args:
+        connection: not in autocommit mode; its search path finds the demo's tables.
+        file: the append-only file that the consumer wrote.
+        claimed: how many events the agents committed, by their own account.
+        outages: from each kill to the first delivery after it, in microseconds since 1970.
+    """
+    connection.rollback()
+    connection.set_session(isolation_level="REPEATABLE READ")
+    proof = Proof(claimed=claimed)
+    with connection, connection.cursor() as cur:
+        cur.execute(_for_ledger(_TABLES, settings.ledger))
+        _copy(cur, "proof_order", _offsets(cur, settings))
+        _copy(cur, "proof_file", _lines(file))
+        _copy(cur, "proof_outages", outages)
+        for table in ("proof_ledger", "proof_order", "proof_file"):
+            cur.execute(f"ANALYZE {table}")
+        cur.execute(_NUMBERS)
+        numbers = cur.fetchone() or ()
+        (
+            proof.written,
+            proof.sessions,
+            proof.offsets,
+            proof.gaps,
+            proof.delivered,
+            proof.out_of_order,
+            proof.altered,
+            proof.late_seqs,
+            proof.handoffs,
+            proof.taken_twice,
+        ) = map(int, numbers)
+        shown = {
+            "commit order": ("SELECT seq FROM proof_order", "true"),
+            "delivery log": ("SELECT seq FROM demo_deliveries", "true"),
+            "handoff inbox": (
+                "SELECT split_part(key, ':', 3)::bigint AS seq FROM agent_inbox",
+                "event_type = 'handoff.emitted'",
+            ),
+            "file": ("SELECT seq FROM proof_file", "true"),
+        }
+        for name, (relation, wanted) in shown.items():
+            cur.execute(_COMPARE.replace("$shown", relation).replace("$wanted", wanted))
+            proof.comparisons[name] = Comparison(*map(int, cur.fetchone() or ()))
+        cur.execute(_COMPARE_COUNTS)
+        proof.comparisons["event counter"] = Comparison(*map(int, cur.fetchone() or ()))
+        proof.latency = _latency(cur, _LATENCY)
+        proof.undisturbed = _latency(cur, _UNDISTURBED)
+    return proof
+
+
+def _latency(cur: Cursor, query: str) -> Latency:
+    cur.execute(query)
+    events, *microseconds = cur.fetchone() or (0, None, None, None)
+    return Latency(int(events), *(None if us is None else round(float(us) / 1000, 3) for us in microseconds))
+
+
+def _for_ledger(sql: str, ledger: LedgerTable) -> str:
+    for name in sorted(type(ledger.columns).model_fields, key=len, reverse=True):
+        sql = sql.replace(f"${name}", quote(getattr(ledger.columns, name)))
+    return sql.replace("$table", ledger.qualified)
+
+
+def _offsets(cur: Cursor, settings: Settings) -> Iterator[tuple[int, int]]:
+    cur.execute(
+        "SELECT first_offset, events, last_lsn::text, partial_inserts, recovered, generation, body"
+        f" FROM {quote(settings.namespace)}.commit_order ORDER BY first_offset"
+    )
+    for first, events, last_lsn, partial, recovered, generation, body in cur.fetchall():
+        segment = decode_body(
+            body,
+            first_offset=first,
+            events=events,
+            last_lsn=parse_lsn(last_lsn),
+            partial_inserts=partial,
+            recovered=recovered,
+            generation=generation,
+        )
+        yield from enumerate(segment.seqs, start=first)
+
+
+def _lines(file: Path) -> Iterator[tuple[Any, ...]]:
+    if not file.exists():
+        return
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            event = parse_event(line)
+            place = orjson.loads(line)
+            yield (number, place["offset"], place["seq"], *event)
+
+
+def _copy(cur: Cursor, table: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Load ``rows`` in COPY's text format (documentation, COPY, "Text Format")."""
+    data = io.StringIO()
+    for row in rows:
+        data.write("\t".join(str(value).translate(_ESCAPES) for value in row) + "\n")
+    data.seek(0)
+    cur.copy_expert(f"COPY {table} FROM STDIN", data)
+
+
+_ESCAPES: Final = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})

@@ -1,0 +1,298 @@
+"""The demo from beginning to end: server, swarm, consumer, kills, proof."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from walstream.config import Settings
+from walstream.errors import WalstreamError
+from walstream.postgres import PostgresServer
+from walstream.source.connection import connect
+
+from .agents import recorded_sessions, replaying, simulated
+from .child import Child
+from .proof import Proof, prove
+from .screen import Kill, Progress
+from .swarm import Agent, Budget, Swarm, Tally
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+FILE: Final = "events.jsonl"  # what the consumer's file is called, in the demo's folder
+
+_READY_SECONDS: Final = 30.0
+_OUTAGE_SECONDS: Final = 60.0
+_STUCK_SECONDS: Final = 30.0
+_STOP_SECONDS: Final = 15.0
+_TICK: Final = 0.02
+_LOOK: Final = 0.1  # seconds between two questions to the database
+
+_READY: Final = """\
+SELECT to_regclass('demo_deliveries') IS NOT NULL AND to_regclass('agent_inbox') IS NOT NULL
+   AND to_regclass('event_counts') IS NOT NULL
+   AND EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = %s AND active)"""
+_DELIVERED: Final = """\
+SELECT coalesce(max(event_offset), 0), min(handled_us) FILTER (WHERE handled_us > %s) FROM demo_deliveries"""
+_BEHIND: Final = "SELECT coalesce(min(position), 0), count(*) FROM walstream.cursors"
+_PROJECTORS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be shown.
+
+    Attributes:
+        events: how many are written in all; ``None``: all that are recorded (with ``replay``).
+        rate: events a second, at the most; ``None`` for as fast as it goes.
+        replay: folder of recorded runs, instead of the simulation.
+        copies: of each of them.
+    """
+
+    events: int | None
+    agents: int
+    kills: int
+    rate: float | None
+    seed: int
+    replay: Path | None = None
+    copies: int = 1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was shown."""
+
+    proof: Proof
+    kills: list[Kill]
+    tally: Tally
+    seconds: float
+    postgres: str
+    seed: int
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return self.proof.as_json() | {
+            "kills": len(self.kills),
+            "outages_s": [round(kill.seconds, 3) for kill in self.kills],
+            "transactions": self.tally.transactions,
+            "rollbacks": self.tally.rollbacks,
+            "savepoints": self.tally.savepoints,
+            "rolled_back_events": self.tally.undone,
+            "handoffs_taken": self.tally.handoffs_taken,
+            "seconds": round(self.seconds, 1),
+            "postgres": self.postgres,
+            "seed": self.seed,
+        }
+
+
+class Demo:
+    """A server and a folder for one run, as a context manager that leaves nothing behind.
+
+    Attributes:
+        folder: configuration, log and file of the consumer.
+        stop_command: after :meth:`keep`: the line that stops the server and removes everything.
+    """
+
+    stop_command = ""
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self.plan = plan
+        self.progress = progress
+        self.folder = Path()
+        self._stack = ExitStack()
+        self._random = random.Random(plan.seed)
+
+    def __enter__(self) -> Demo:
+        with ExitStack() as stack:
+            agents, total = self._agents()
+            self._swarm_agents, self._total = agents, total
+            self.progress.goal = total
+            self.progress.kills_planned = self.plan.kills
+            self.folder = Path(tempfile.mkdtemp(prefix="walstream-demo-"))
+            stack.callback(self._remove_folder)
+            self.server = stack.enter_context(PostgresServer())
+            self.settings = Settings(dsn=self.server.dsn())
+            self.config = self.folder / "walstream.toml"
+            self.config.write_text(f"dsn = '''{self.settings.dsn}'''\n")
+            self._child = Child(self.config, self.folder / "consumer.log")
+            stack.callback(self._child.kill)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def keep(self) -> None:
+        """Leave server and folder behind."""
+        place = self.server.data_dir.parent
+        self.stop_command = f"kill -INT {self.server.pid}; sleep 2; rm -r {place} {self.folder}"
+        self.server.keep()
+        self._stack.pop_all()
+
+    def connect(self, name: str) -> Connection:
+        """A connection, not in autocommit mode, that finds the consumer's tables."""
+        return connect(self.settings.dsn, application_name=f"walstream:demo {name}", autocommit=False, search_path=None)
+
+    def run(self) -> Outcome:
+        """Run it all.
+
+        Raises:
+            WalstreamError: something ended that should not have.
+        """
+        started = time.monotonic()
+        budget = Budget(self.plan.events, self.plan.rate)
+        swarm = Swarm(self._swarm_agents, budget, self.settings.ledger, self.connect)
+        with self._observer() as observer:
+            self.progress.phase = "walstream init"
+            self._init()
+            self.progress.phase = "starting the consumer"
+            self._child.start()
+            self._until_ready(observer)
+            self.progress.phase = "agents at work"
+            try:
+                swarm.start()
+                self._drive(swarm, observer)
+            finally:
+                swarm.stop()
+            self.progress.phase = "stopping the consumer"
+            self._child.stop(_STOP_SECONDS)
+            self.progress.phase = "comparing with the ledger"
+        outages = [
+            (int(kill.at * 1e6), int(kill.back * 1e6) if kill.back else time.time_ns() // 1000)
+            for kill in self.progress.kills
+        ]
+        connection = self.connect("proof")
+        try:
+            proof = prove(connection, self.settings, self.folder / FILE, claimed=swarm.tally.committed, outages=outages)
+        finally:
+            connection.close()
+        seconds = time.monotonic() - started
+        return Outcome(proof, self.progress.kills, swarm.tally, seconds, self.server.version, self.plan.seed)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _agents(self) -> tuple[list[Agent], int]:
+        plan = self.plan
+        if plan.replay is None:
+            assert plan.events is not None
+            return simulated(plan.agents, plan.seed), plan.events
+        sessions = recorded_sessions(plan.replay, plan.copies)
+        recorded = sum(map(len, sessions))
+        return replaying(plan.agents, plan.seed, sessions), min(plan.events or recorded, recorded)
+
+    def _init(self) -> None:
+        """Set up as a user does, with the command."""
+        done = subprocess.run(
+            [sys.executable, "-m", "walstream.cli", "init", "--config", str(self.config)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=self._child.environment,
+            check=False,
+        )
+        if done.returncode:
+            raise WalstreamError(f"walstream init failed with exit code {done.returncode}: {done.stderr.strip()}")
+
+    @contextmanager
+    def _observer(self) -> Iterator[Connection]:
+        connection = self.connect("supervisor")
+        try:
+            connection.autocommit = True
+            yield connection
+        finally:
+            connection.close()
+
+    def _until_ready(self, observer: Connection) -> None:
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            self._child.check()
+            with observer.cursor() as cur:
+                cur.execute(_READY, (self.settings.slot,))
+                (ready,) = cur.fetchone() or (False,)
+            if ready:
+                return
+            if time.monotonic() > deadline:
+                raise WalstreamError(
+                    f"the consumer did not begin to stream within {_READY_SECONDS:.0f} s: {self._child.said}"
+                )
+            time.sleep(_LOOK)
+
+    def _drive(self, swarm: Swarm, observer: Connection) -> None:
+        """Kill the consumer at its marks, until the agents are done and everything is delivered."""
+        marks = self._marks()
+        look_at = moved_at = 0.0
+        moved = -1
+        while True:
+            self._child.check()
+            if swarm.error is not None:
+                raise swarm.error
+            progress = self.progress
+            progress.committed = swarm.tally.committed
+            progress.undone = swarm.tally.undone
+            progress.handoffs = swarm.tally.handoffs_taken
+            busy = swarm.busy
+            if marks and progress.committed >= marks[0] and progress.delivered and not self._outage():
+                swarm.budget.close_gate_at(marks[1] + self._slack() if len(marks) > 1 else None)
+                marks.pop(0)
+                self._kill()
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _LOOK
+                behind = self._look(observer)
+                if behind != moved:
+                    moved, moved_at = behind, now
+                if not busy and not marks and not self._outage():
+                    progress.phase = "catching up"
+                    if behind >= progress.committed or now - moved_at > _STUCK_SECONDS:
+                        return
+            time.sleep(_TICK)
+
+    def _marks(self) -> list[int]:
+        """After how many events the consumer is killed: a random number in each of so many equal parts of the way."""
+        low, high = self._total * 0.05, self._total * 0.92
+        part = (high - low) / max(self.plan.kills, 1)
+        return [int(low + part * (n + self._random.random())) for n in range(self.plan.kills)]
+
+    def _slack(self) -> int:
+        """How far agents may get beyond a mark whose kill is not due yet, because the last one is not over."""
+        return int(self._total / (self.plan.kills + 1) / 2)
+
+    def _outage(self) -> Kill | None:
+        kills = self.progress.kills
+        return kills[-1] if kills and kills[-1].back is None else None
+
+    def _kill(self) -> None:
+        time.sleep(self._random.uniform(0, 0.05))
+        self._child.kill()
+        self.progress.kills.append(Kill(self.progress.committed, time.time()))
+        self._child.start()
+
+    def _look(self, observer: Connection) -> int:
+        """Ask how far the deliveries are; return the position that every projector has reached."""
+        outage = self._outage()
+        with observer.cursor() as cur:
+            cur.execute(_DELIVERED, (int((outage.at if outage else time.time()) * 1e6),))
+            self.progress.delivered, back_us = cur.fetchone() or (0, None)
+            cur.execute(_BEHIND)
+            position, cursors = cur.fetchone() or (0, 0)
+        if outage is not None:
+            if back_us is not None:
+                outage.back = back_us / 1e6
+            elif outage.seconds > _OUTAGE_SECONDS:
+                raise WalstreamError(
+                    f"no consumer took over within {_OUTAGE_SECONDS:.0f} s of the kill: {self._child.said}"
+                )
+        return int(position) if cursors >= _PROJECTORS else 0
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
