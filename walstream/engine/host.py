@@ -280,8 +280,9 @@ class Host:
                     f" FROM {namespace}.ingest"
                 )
                 row = cur.fetchone()
-                # One transaction: the lease's row and the fencing row change together, or not at all.
-                cur.execute("BEGIN")
+                # One transaction: the lease's row and the fencing row change together, or not at all. It is durable, and
+                # with it every order row before it: the stream may then start at the end of the order (rule 3).
+                cur.execute("BEGIN; SET LOCAL synchronous_commit = local")
                 try:
                     generation = lease.acquire(cur)
                     if generation is not None:

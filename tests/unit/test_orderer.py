@@ -1,0 +1,224 @@
+"""The orderer against a scripted store: what is shown, when, and what may be confirmed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from walstream.engine.intake import Burst, Violation
+from walstream.engine.orderer import Orderer, Recovered
+from walstream.errors import Fenced
+from walstream.event import Commit, Row
+from walstream.order.buffer import HotBuffer
+from walstream.order.segment import Segment
+from walstream.order.seen import SeenSeqs
+from walstream.order.writer import Snapshot
+
+
+class Store:
+    """Keeps segments in memory; transactions become visible when the test says so."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.durable: list[bool] = []
+        self.violations: list[Violation] = []
+        self.visible_below = 1 << 31
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.wal = 1_000_000
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot.parse(f"{self.visible_below}:{self.visible_below}:")
+
+    def append(self, segment: Segment, durable: bool = False) -> None:
+        self.gate.wait(10)
+        if self.failure is not None:
+            raise self.failure
+        self.segments.append(segment)
+        self.durable.append(durable)
+
+    def wal_position(self) -> int:
+        self.wal += 10
+        return self.wal
+
+    def record_violations(self, violations: Sequence[Violation]) -> None:
+        self.violations += violations
+
+
+class Bench:
+    """An orderer with all its neighbours."""
+
+    def __init__(
+        self,
+        *,
+        next_offset: int = 1,
+        max_seq: int | None = None,
+        known: Callable[[Sequence[int]], set[int]] = lambda _: set(),
+    ) -> None:
+        self.store = Store()
+        self.buffer = HotBuffer(1 << 20)
+        self.buffer.reset(next_offset)
+        self.heartbeats = 0
+        self.orderer = Orderer(
+            self.store,
+            SeenSeqs(max_seq, known),
+            self.buffer,
+            next_offset=next_offset,
+            last_lsn=0,
+            partial_inserts=None,
+            generation=3,
+            key_prefix="l:1",
+            pending_limit=1 << 20,
+            on_progress=lambda: None,
+            heartbeat=self._beat,
+            heartbeat_seconds=0.05,
+        )
+        self.orderer.start()
+
+    def _beat(self) -> None:
+        self.heartbeats += 1
+
+    def offsets(self, after: int = 0) -> list[tuple[int, int]]:
+        events = self.buffer.read(after, 1000, 0)
+        assert events is not None
+        return [(event.offset, event.seq) for event in events]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.store.gate.set()
+    assert made.orderer.stop(5)
+
+
+def row(seq: int) -> Row:
+    return (seq, b"s", b"a", b"e", b"{}", None, None)
+
+
+def burst(*transactions: tuple[int, int, Sequence[int]]) -> Burst:
+    """Transactions as (xid, commit LSN, seqs); each ends 30 bytes behind its commit LSN."""
+    made = Burst()
+    for xid, lsn, seqs in transactions:
+        made.rows += [row(seq) for seq in seqs]
+        made.pieces.append((Commit(lsn, 1, xid, "l:1"), len(seqs), lsn + 30, len(seqs)))
+        made.nbytes += 100 * len(seqs)
+    return made
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_offsets_are_dense_and_in_commit_order(bench: Bench) -> None:
+    bench.orderer.submit(burst((1, 100, [7, 8]), (2, 200, [3])))
+    bench.orderer.submit(burst((3, 300, [9])))
+    assert bench.orderer.drain(5)
+    assert bench.offsets() == [(1, 7), (2, 8), (3, 3), (4, 9)]
+    assert [segment.first_offset for segment in bench.store.segments][0] == 1
+    assert bench.store.segments[-1].last_lsn == 330
+
+
+def test_nothing_is_shown_before_its_order_is_written(bench: Bench) -> None:
+    """Rule 1."""
+    bench.store.gate.clear()
+    bench.orderer.submit(burst((1, 100, [7])))
+    time.sleep(0.05)
+    assert bench.offsets() == []
+    assert not bench.orderer.confirmable
+    bench.store.gate.set()
+    assert bench.orderer.drain(5)
+    assert bench.offsets() == [(1, 7)]
+
+
+def test_a_transaction_that_is_not_visible_holds_back_itself_and_what_is_behind_it(bench: Bench) -> None:
+    """Rule 2."""
+    bench.store.visible_below = 5
+    bench.orderer.submit(burst((4, 100, [1]), (5, 200, [2]), (3, 300, [3])))
+    eventually(lambda: bench.offsets() == [(1, 1)])
+    time.sleep(0.05)
+    assert bench.offsets() == [(1, 1)]
+    assert [end for _, end in bench.orderer.confirmable] == [130]
+    assert bench.heartbeats > 0, "the lease is renewed while it waits"
+    bench.store.visible_below = 6
+    assert bench.orderer.drain(5)
+    assert bench.offsets() == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_the_position_to_pass_is_taken_behind_the_order_row(bench: Bench) -> None:
+    """Rule 3."""
+    bench.orderer.submit(burst((1, 100, [7])))
+    assert bench.orderer.drain(5)
+    assert list(bench.orderer.confirmable) == [(1_000_010, 130)]
+    assert not bench.orderer.idle
+
+
+def test_a_seq_that_has_an_offset_is_a_violation() -> None:
+    """Rule 6, against the order table, against this session, and inside one flush."""
+    bench = Bench(next_offset=5, max_seq=9, known=lambda seqs: set(seqs) & {2})
+    try:
+        bench.orderer.submit(burst((1, 100, [10, 2])))
+        assert bench.orderer.drain(5)
+        bench.orderer.submit(burst((2, 200, [10, 11, 11])))
+        assert bench.orderer.drain(5)
+        assert bench.offsets(4) == [(5, 10), (6, 11)]
+        assert [(v.kind, v.seq, v.commit_lsn, v.ordinal) for v in bench.store.violations] == [
+            ("duplicate-seq", 2, 100, -2),
+            ("duplicate-seq", 10, 200, -1),
+            ("duplicate-seq", 11, 200, -3),
+        ]
+        assert [end for _, end in bench.orderer.confirmable] == [130, 230]
+    finally:
+        assert bench.orderer.stop(5)
+
+
+def test_a_transaction_of_violations_alone_writes_no_order_and_is_confirmed(bench: Bench) -> None:
+    bench.orderer.submit(burst((1, 100, [1])))
+    assert bench.orderer.drain(5)
+    bench.orderer.submit(burst((2, 200, [1])))
+    assert bench.orderer.drain(5)
+    assert len(bench.store.segments) == 1
+    assert bench.orderer.confirmable[-1][1] == 230
+
+
+def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
+    """Rule 5."""
+    piece = burst((1, 50, [1]), (2, 100, [2, 3]))
+    commit = piece.pieces[-1][0]
+    piece.pieces[-1] = (commit, 2, 0, 2)
+    bench.orderer.submit(piece)
+    assert bench.orderer.drain(5)
+    (segment,) = bench.store.segments
+    assert (segment.last_lsn, segment.partial_inserts) == (100, 2)
+    assert [end for _, end in bench.orderer.confirmable] == [80]
+    end = Burst(pieces=[(commit, 0, 130, 2)])
+    bench.orderer.submit(end)
+    assert bench.orderer.drain(5)
+    assert [end for _, end in bench.orderer.confirmable] == [80, 130]
+
+
+def test_recovered_rows_are_durable_first_and_only_those_without_an_offset(bench: Bench) -> None:
+    """Rule 11."""
+    bench.orderer.submit(burst((1, 100, [1, 2])))
+    found = Recovered([2, 3, 4], [10, 10, 3000], threading.Event())
+    bench.orderer.submit(found)
+    assert found.done.wait(5)
+    segment = bench.store.segments[-1]
+    assert (segment.seqs, segment.recovered, bench.store.durable[-1]) == ([3, 4], True, True)
+    assert segment.last_lsn == 130, "the stream's position is not the reconciler's to move"
+    assert bench.buffer.read(2, 10, 0) is None, "read from the ledger, not from memory"
+
+
+def test_what_the_store_says_ends_it(bench: Bench) -> None:
+    bench.store.failure = Fenced("replaced")
+    bench.orderer.submit(burst((1, 100, [1])))
+    eventually(lambda: bench.orderer.error is not None)
+    assert isinstance(bench.orderer.error, Fenced)
+    assert bench.offsets() == []
