@@ -22,7 +22,7 @@ from psycopg2.extensions import cursor as Cursor
 from walstream.config import LedgerTable, quote
 from walstream.errors import LedgerError
 from walstream.event import Row
-from walstream.order.table import query
+from walstream.order.table import query, spelled
 from walstream.source.failures import classify
 
 _INTEGERS: Final = frozenset({20, 21, 23})
@@ -131,12 +131,12 @@ class LedgerRows:
 
     def _shape(self, fingerprint: str | None, names: tuple[str, ...], extras: tuple[str, ...]) -> _Shape:
         mapped = self._ledger.columns.names()
-        wanted = [*mapped, *extras]
-        origin = f"FROM {self._ledger.qualified}"
+        wanted = [spelled(quote(name)) for name in (*mapped, *extras)]
+        origin = f"FROM {spelled(self._ledger.qualified)}"
         doing = f"looking at the types of {self._ledger.qualified}"
         try:
             with self._connection.cursor() as cursor:
-                cursor.execute(f"SELECT {', '.join(map(quote, wanted))} {origin} WHERE false")
+                cursor.execute(f"SELECT {', '.join(wanted)} {origin} WHERE false", ())
                 types = _types(cursor)
                 if types[0] not in _INTEGERS:
                     raise LedgerError(
@@ -144,19 +144,19 @@ class LedgerRows:
                         hint="map another column under [ledger.columns]",
                     )
                 # For an integer the cast to text is its output function; any other integer column but seq takes it.
-                casts = [quote(wanted[0])]
+                casts = wanted[:1]
                 casts += [
-                    f"{quote(name)}::text" if kind in _INTEGERS else quote(name)
+                    f"{name}::text" if kind in _INTEGERS else name
                     for name, kind in zip(wanted[1:], types[1:], strict=True)
                 ]
                 if not extras:
                     casts.append("NULL::text")  # the last field of a Row, so that what is fetched is a Row already
                 selected = f"SELECT {', '.join(casts)} {origin}"
-                cursor.execute(f"{selected} WHERE false")
+                cursor.execute(f"{selected} WHERE false", ())
                 types = _types(cursor)
         except psycopg2.Error as error:
             raise classify(error, doing=doing) from error
-        return _Shape(fingerprint, names, extras, f"{selected} WHERE {quote(mapped[0])}", types)
+        return _Shape(fingerprint, names, extras, f"{selected} WHERE {wanted[0]}", types)
 
     def _as_bytes(self, cursor: Cursor, types: Sequence[int]) -> None:
         register_type(BYTES, cursor)  # makes the cursor's own table of types

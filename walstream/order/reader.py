@@ -19,7 +19,7 @@ from walstream.errors import LedgerError, RowMissing
 from walstream.event import Commit, Event, Row
 from walstream.order.ledger_rows import FINGERPRINT, LedgerRows
 from walstream.order.segment import SMALLEST_SIZE_CODE, Segment
-from walstream.order.table import COLUMNS, order_table, query, segment_of, segments_with_seqs_between
+from walstream.order.table import COLUMNS, order_table, own_table, query, segment_of, segments_with_seqs_between
 
 _CHUNK: Final = 5_000  # rows a query
 
@@ -179,7 +179,7 @@ class ColdReader:
         erased = query(
             self._connection,
             f"SELECT s FROM unnest(%s::bigint[]) AS s WHERE EXISTS"
-            f" (SELECT FROM {quote(self._namespace)}.erasures WHERE s BETWEEN first_seq AND last_seq)",
+            f" (SELECT FROM {own_table(self._namespace, 'erasures')} WHERE s BETWEEN first_seq AND last_seq)",
             (missing,),
             doing="reading the declared erasures",
         )

@@ -68,7 +68,7 @@ class SeenSeqs:
         """Note that ``seqs`` are in the order's table now (not before: what is forgotten is looked up there)."""
         if not seqs:
             return
-        ordered = sorted(seqs)
+        ordered = sorted(set(seqs))
         if ordered[-1] - ordered[0] == len(ordered) - 1 and ordered[0] > self._highest:
             self._append(ordered[0], ordered[-1])
             return

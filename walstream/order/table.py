@@ -23,13 +23,23 @@ COLUMNS: Final = "first_offset, events, last_lsn::text, partial_inserts, recover
 _PAGE: Final = 100  # segments fetched at once: a full one is about 30 KB
 
 
+def spelled(identifier: str) -> str:
+    """A quoted identifier (or several, with a point) as the driver wants it inside a statement with parameters."""
+    return identifier.replace("%", "%%")
+
+
+def own_table(namespace: str, name: str) -> str:
+    """The name of one of walstream's tables inside a statement with parameters."""
+    return spelled(f"{quote(namespace)}.{name}")
+
+
 def order_table(namespace: str) -> str:
-    """The table's name in SQL."""
-    return f"{quote(namespace)}.commit_order"
+    """The order's name inside a statement with parameters."""
+    return own_table(namespace, "commit_order")
 
 
 def query(connection: Connection, sql: str, values: Sequence[Any] = (), *, doing: str) -> list[tuple[Any, ...]]:
-    """Run one statement and return its rows.
+    """Run one statement, in which a literal ``%`` is written twice, and return its rows.
 
     Raises:
         WalstreamError: whatever the driver raised, classified.

@@ -140,6 +140,7 @@ class Listener:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
+        self._closing = threading.Lock()
         self._closed = False
 
     @property
@@ -173,16 +174,18 @@ class Listener:
 
     def wake(self) -> None:
         """End the present (or else the next) :meth:`wait`. May be called from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write_end, b"\0")
+        with self._closing, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._write_end, b"\0")
 
     def close(self) -> None:
         """Close the connection. To be called by the thread that waits, or when none does."""
         self._drop()
-        if not self._closed:
-            self._closed = True
-            os.close(self._read_end)
-            os.close(self._write_end)
+        with self._closing:  # the numbers of closed pipes are given to others
+            if not self._closed:
+                self._closed = True
+                os.close(self._read_end)
+                os.close(self._write_end)
 
     def _listen(self) -> bool:
         try:

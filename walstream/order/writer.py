@@ -10,12 +10,11 @@ import psycopg2
 from psycopg2.errors import UniqueViolation
 from psycopg2.extensions import connection as Connection
 
-from walstream.config import quote
 from walstream.errors import Fenced, LedgerError
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.order.segment import Segment, encode_body
 from walstream.order.snapshot import Snapshot as Snapshot
-from walstream.order.table import order_table, ordered_seqs, query
+from walstream.order.table import order_table, ordered_seqs, own_table, query
 from walstream.source.failures import classify
 
 _INSERT: Final = """INSERT INTO {order}
@@ -65,7 +64,7 @@ class OrderWriter:
         self._namespace = namespace
         self._generation = generation
         self._next: int | None = None
-        names = {"order": order_table(namespace), "generation": f"{quote(namespace)}.generation"}
+        names = {"order": order_table(namespace), "generation": own_table(namespace, "generation")}
         self._append = _INSERT.format(**names, more="", condition="")
         self._append_durably = _DURABLE_WITH + _INSERT.format(
             **names, more=" CROSS JOIN durable", condition=" AND durable.level = 'local'"
