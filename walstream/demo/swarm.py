@@ -63,13 +63,18 @@ class Budget:
         """
         with self._change:
             granted = wanted if self._left is None else min(wanted, self._left)
-            if self._closed or not granted:
+            if self.spent:
                 raise Spent
             if self._left is not None:
                 self._left -= granted
             self.granted += granted
             self._pace.wait(granted)
             return granted
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing may be written any more; agents that wait for a handoff need not wait longer."""
+        return self._closed or self._left == 0
 
     def wait_at_gate(self) -> None:
         """Wait while the gate is closed. Called between transactions, never inside one."""
@@ -220,7 +225,7 @@ class Swarm:
             connection = self._connect(agent.name)
             try:
                 desk = Desk(connection, self._ledger, self.budget, self.tally)
-                while not self._stop.is_set():
+                while not self._stop.is_set() and not self.budget.spent:
                     agent.work(desk)
             finally:
                 connection.close()
