@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
-from ..event import Event
+from walstream.errors import ConfigError
+from walstream.event import Event
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection

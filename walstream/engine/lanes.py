@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from zlib import crc32
 
-from ..event import Event
+from walstream.event import Event
 
 
 def lane_of(session_id: bytes, lanes: int) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from ..config import ProjectorSettings
-from ..errors import ConfigError
-from ..event import Event
+from walstream.config import ProjectorSettings
+from walstream.errors import ConfigError
+from walstream.event import Event
+
 from .retry import Backoff
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ class Projector:
     batch: int = 500
     deadline: float = 30.0
 
-    def setup(self, ctx: Context) -> None | Awaitable[None]:
+    def setup(self, ctx: Context) -> Awaitable[None] | None:
         """Called once in each process before the first event, when it is this process's turn; may be ``async``.
 
         A transactional projector can create its tables here: ``ctx.cursor`` is in a transaction that commits after.
         """
 
-    def project(self, events: Sequence[Event], ctx: Context) -> None | Awaitable[None]:
+    def project(self, events: Sequence[Event], ctx: Context) -> Awaitable[None] | None:
         """Derive. May be ``async``.
 
         Args:
@@ -97,7 +98,7 @@ class Projector:
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what to do with events: define project()")
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Called once when this process stops running it; may be ``async``."""
 
 
@@ -138,7 +139,7 @@ class FunctionProjector(Projector):
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async, not a test for callable
         )
 
-    def project(self, events: Sequence[Event], ctx: Context) -> None | Awaitable[None]:
+    def project(self, events: Sequence[Event], ctx: Context) -> Awaitable[None] | None:
         if self._is_async:
             return self._project_async(events, ctx)
         function = self.function
@@ -243,7 +244,11 @@ def _takes_context(function: Handler) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin such as list.append: it has no signature, and wants the event
         return False
-    for arguments in (2, 1):
+    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) >= 2 and positional[1].name in ("ctx", "context", "_ctx", "_context", "_"):
+        return True
+    # A second argument with a default, as in `def f(event, tries=3)`, is the function's own.
+    for arguments in (1, 2):
         try:
             signature.bind(*[None] * arguments)
         except TypeError:

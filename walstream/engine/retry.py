@@ -22,8 +22,8 @@ from typing import Final
 
 import psycopg2
 
-from ..errors import ConnectionLost, Fenced, RetryLater, WalstreamError
-from ..event import Event
+from walstream.errors import ConnectionLost, Fenced, RetryLater, WalstreamError
+from walstream.event import Event
 
 TRACEBACK_CHARACTERS: Final = 4000
 ERROR_CHARACTERS: Final = 1000

@@ -1,0 +1,237 @@
+"""A projector's row and its cursors in the database: where each lane stands, and who may move it.
+
+One statement moves a cursor (:meth:`Cursors.step`). It is a compare-and-set: it succeeds only from the position that
+the runner believes in, only under the projector's newest generation, only within the transaction that the runner
+itself began, and only up to where the order really is. Whatever a runner that was stopped, replaced or cut off still
+wants to write is therefore refused by the database, and not by its own view of things.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from walstream.config import quote
+from walstream.errors import ConfigError, ConnectionLost, Fenced, ProjectorHalted
+
+from .projector import Options
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import cursor as Cursor
+
+BATCH_MARK: Final = "walstream.batch"
+"""A setting local to the runner's transaction: gone as soon as anybody else ends that transaction."""
+
+
+class StaleCursor(ConnectionLost):
+    """What the runner holds in memory is not what the database holds: start over from the stored cursor (rule 4)."""
+
+
+class TransactionEnded(ProjectorHalted):
+    """A projector committed or rolled back the transaction that belongs to the runner."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorRow:
+    """What the table says about a projector.
+
+    Attributes:
+        desired: ``running`` or ``paused``.
+        state: as last written.
+        generation: of the newest runner.
+        lanes: how many cursors it has.
+    """
+
+    desired: str
+    state: str
+    generation: int
+    lanes: int
+
+
+class Cursors:
+    """The rows of one projector.
+
+    Args:
+        namespace: walstream's schema.
+        projector: its name.
+        generation: under which this process runs it; 0 for one that only reads.
+    """
+
+    def __init__(self, namespace: str, projector: str, generation: int = 0) -> None:
+        self._schema = quote(namespace)
+        self._projector = projector
+        self._generation = generation
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def register(self, cur: Cursor, options: Options) -> bool:
+        """Make the rows of a new projector; ``False`` if it was known. In one transaction of the caller."""
+        cur.execute(
+            f"INSERT INTO {self._schema}.projectors (name, kind, lanes, target_lanes, tables)"
+            " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (name) DO NOTHING",
+            (self._projector, options.kind, options.lanes, options.lanes, list(options.tables)),
+        )
+        if cur.rowcount == 0:
+            return False
+        if options.start == "latest":
+            position = self.head(cur)
+        else:
+            position = 0 if options.start == "earliest" else options.start - 1
+        self._insert_cursors(cur, options.lanes, position)
+        return True
+
+    def describe(self, cur: Cursor, options: Options) -> None:
+        """Write down what the projector is now; its class may have changed since it was registered."""
+        cur.execute(
+            f"UPDATE {self._schema}.projectors SET kind = %s, target_lanes = %s, tables = %s, updated_at = now()"
+            " WHERE name = %s AND generation = %s",
+            (options.kind, options.lanes, list(options.tables), self._projector, self._generation),
+        )
+        if cur.rowcount == 0:
+            raise self._fenced()
+
+    def rewrite_lanes(self, cur: Cursor, lanes: int, position: int) -> None:
+        """Replace the cursors by ``lanes`` new ones, all at ``position``. In one transaction of the caller.
+
+        Raises:
+            Fenced: another process runs the projector now.
+        """
+        cur.execute(
+            f"UPDATE {self._schema}.projectors SET lanes = %s, target_lanes = %s, updated_at = now()"
+            " WHERE name = %s AND generation = %s",
+            (lanes, lanes, self._projector, self._generation),
+        )
+        if cur.rowcount == 0:
+            raise self._fenced()
+        cur.execute(f"DELETE FROM {self._schema}.cursors WHERE projector = %s", (self._projector,))
+        self._insert_cursors(cur, lanes, position)
+
+    def _insert_cursors(self, cur: Cursor, lanes: int, position: int) -> None:
+        cur.execute(
+            f"INSERT INTO {self._schema}.cursors (projector, lane, position)"
+            " SELECT %s, lane, %s FROM generate_series(0, %s) AS lane",
+            (self._projector, position, lanes - 1),
+        )
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def row(self, cur: Cursor) -> ProjectorRow | None:
+        """The projector's row, or ``None`` if it was never registered (or was removed)."""
+        cur.execute(
+            f"SELECT desired, state, generation, lanes FROM {self._schema}.projectors WHERE name = %s",
+            (self._projector,),
+        )
+        row = cur.fetchone()
+        return None if row is None else ProjectorRow(str(row[0]), str(row[1]), int(row[2]), int(row[3]))
+
+    def positions(self, cur: Cursor) -> dict[int, int]:
+        """Lane -> the last offset that is done."""
+        cur.execute(f"SELECT lane, position FROM {self._schema}.cursors WHERE projector = %s", (self._projector,))
+        return {int(lane): int(position) for lane, position in cur.fetchall()}
+
+    def position(self, cur: Cursor, lane: int) -> int:
+        """Where one lane stands.
+
+        Raises:
+            ConfigError: the cursor is gone: the projector was removed while it ran.
+        """
+        cur.execute(
+            f"SELECT position FROM {self._schema}.cursors WHERE projector = %s AND lane = %s", (self._projector, lane)
+        )
+        row = cur.fetchone()
+        if row is None:
+            raise ConfigError(
+                f"projector {self._projector!r} has no cursor for lane {lane}: its rows were removed while it ran",
+                hint="start the process again: a projector without rows begins at its `start`",
+            )
+        return int(row[0])
+
+    def head(self, cur: Cursor) -> int:
+        """The last offset in the order; 0 while there is none."""
+        cur.execute(
+            f"SELECT first_offset + events - 1 FROM {self._schema}.commit_order ORDER BY first_offset DESC LIMIT 1"
+        )
+        row = cur.fetchone()
+        return 0 if row is None else int(row[0])
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def mark_batch(self, cur: Cursor, mark: str) -> None:
+        """Mark the transaction as the runner's own; :meth:`step` checks the mark."""
+        cur.execute("SELECT pg_catalog.set_config(%s, %s, true)", (BATCH_MARK, mark))
+
+    def step(self, cur: Cursor, lane: int, before: int, after: int, mark: str | None = None) -> None:
+        """Move a lane's cursor from ``before`` to ``after`` in the transaction of ``cur``.
+
+        Args:
+            mark: what :meth:`mark_batch` was given, if this transaction was also in the hands of a projector.
+
+        Raises:
+            Fenced: another process runs the projector now.
+            StaleCursor: the cursor was moved (``projectors reset``), or the order ends before ``after``.
+            TransactionEnded: the transaction is not the one that was marked.
+        """
+        cur.execute(
+            f"""
+            UPDATE {self._schema}.cursors AS c SET position = %s, updated_at = pg_catalog.clock_timestamp()
+              FROM {self._schema}.projectors AS p
+             WHERE c.projector = %s AND c.lane = %s AND c.position = %s
+               AND p.name = c.projector AND p.generation = %s
+               AND (%s::text IS NULL OR pg_catalog.current_setting('{BATCH_MARK}', true) = %s::text)
+               AND %s <= (SELECT first_offset + events - 1 FROM {self._schema}.commit_order
+                           ORDER BY first_offset DESC LIMIT 1)""",
+            (after, self._projector, lane, before, self._generation, mark, mark, after),
+        )
+        if cur.rowcount != 1:
+            raise self._refused(cur, lane, before, after, mark)
+
+    def halt(self, cur: Cursor, error: str, offset: int | None) -> None:
+        """Write down that the projector halted at an event.
+
+        Raises:
+            Fenced: another process runs the projector now; the halt is not ours to say.
+        """
+        cur.execute(
+            f"UPDATE {self._schema}.projectors SET state = 'halted', error = %s, error_offset = %s, updated_at = now()"
+            " WHERE name = %s AND generation = %s",
+            (error, offset, self._projector, self._generation),
+        )
+        if cur.rowcount == 0:
+            raise self._fenced()
+
+    def set_state(self, cur: Cursor, state: str, error: str | None, offset: int | None) -> bool:
+        """Write down what the projector is doing; ``False`` if another process runs it now."""
+        cur.execute(
+            f"UPDATE {self._schema}.projectors SET state = %s, error = %s, error_offset = %s, updated_at = now()"
+            " WHERE name = %s AND generation = %s",
+            (state, error, offset, self._projector, self._generation),
+        )
+        return bool(cur.rowcount == 1)
+
+    # -- why a step was refused ------------------------------------------------------------------------------------
+
+    def _fenced(self) -> Fenced:
+        return Fenced(
+            f"projector {self._projector!r}: generation {self._generation} is no longer the newest",
+            hint="another process runs it now; this one stands by",
+        )
+
+    def _refused(self, cur: Cursor, lane: int, before: int, after: int, mark: str | None) -> Exception:
+        cur.execute("SELECT pg_catalog.current_setting(%s, true)", (BATCH_MARK,))
+        found = cur.fetchone()
+        if mark is not None and (found is None or found[0] != mark):
+            return TransactionEnded(
+                f"projector {self._projector!r} ended the transaction of the runner (a commit or rollback on"
+                f" ctx.connection or ctx.cursor) in the events after offset {before}; its effects may be committed"
+                " without the cursor",
+                hint="leave commit and rollback to the runner (also `with ctx.connection:` commits), or say"
+                " `transactional = False`",
+            )
+        row = self.row(cur)
+        if row is None or row.generation != self._generation:
+            return self._fenced()
+        position, head = self.position(cur, lane), self.head(cur)
+        where = f"projector {self._projector!r}, lane {lane}"
+        if position != before:
+            return StaleCursor(f"{where}: the cursor was moved from {before} to {position} by somebody else")
+        return StaleCursor(f"{where}: the order ends at {head}, before {after}: the server lost its last seconds")

@@ -1,0 +1,231 @@
+"""One lane's hands: give a batch to the projector, and move the cursor with its effect.
+
+A transactional projector's effect, the entries of sessions that wait, and the cursor commit in one transaction. An
+external projector acts first, then entries and cursor commit: after a crash in between, the same events come again
+with the same keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import psycopg2
+
+from walstream.event import Event
+
+from .context import Context
+from .cursors import Cursors
+from .deadline import Ticket, Watchdog
+from .event_loop import LoopThread
+from .leadership import Backend
+from .parking import Entry, Parking
+from .projector import Options, Projector
+from .retry import DeadlineExceeded, ended_by_idle_timeout
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+    from psycopg2.extensions import cursor as Cursor
+
+T = TypeVar("T")
+Write = Callable[["Cursor"], None]
+
+
+class Delivery:
+    """Delivers to one projector over one connection.
+
+    Args:
+        projector, options: to whom.
+        connection: of this lane alone, not in autocommit.
+        cursors, parking: its rows, under this process's generation.
+        watchdog: enforces the deadline.
+        loop: runs what is async.
+        lane: whose cursor it is.
+        environment: for the context.
+        abandoned: true once an async projector shall be cancelled.
+    """
+
+    def __init__(
+        self,
+        projector: Projector,
+        options: Options,
+        connection: Connection,
+        cursors: Cursors,
+        parking: Parking,
+        watchdog: Watchdog,
+        loop: LoopThread,
+        *,
+        lane: int,
+        environment: str,
+        abandoned: Callable[[], bool],
+    ) -> None:
+        self._projector = projector
+        self._options = options
+        self._connection = connection
+        self._cursors = cursors
+        self._parking = parking
+        self._watchdog = watchdog
+        self._loop = loop
+        self._lane = lane
+        self._abandoned = abandoned
+        self._ticket: Ticket | None = None
+        self.name = name_of(options.name, lane)
+        self._context = Context(
+            options.name, lane=lane, environment=environment, connection=connection if options.transactional else None
+        )
+        with connection.cursor() as cur:
+            cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+            pid, start = cur.fetchone() or (0, "")
+            self._backend = Backend(int(pid), str(start))
+            self.position = cursors.position(cur, lane)
+            """The stored cursor."""
+        connection.rollback()
+
+    # -- deliveries ------------------------------------------------------------------------------------------------
+
+    def deliver(self, events: Sequence[Event], waiting: Sequence[Event], through: int) -> None:
+        """Project ``events``, line up ``waiting``, and move the cursor to ``through``.
+
+        Raises:
+            BaseException: whatever failed; nothing of it stands in the database, and the cursor is where it was.
+        """
+
+        def step(cur: Cursor, mark: str | None = None) -> None:
+            self._parking.wait(cur, waiting)
+            self._cursors.step(cur, self._lane, self.position, through, mark)
+
+        self._project_and_write(events, step)
+        self.position = through
+
+    def deliver_parked(self, event: Event, entry: Entry) -> None:
+        """Project one parked event and remove its entry.
+
+        Raises:
+            BaseException: as for :meth:`deliver`.
+        """
+        self._project_and_write([event], lambda cur, _mark: self._parking.remove(cur, entry))
+
+    def write(self, write: Write, through: int | None = None) -> None:
+        """Write something of the runner's own, and move the cursor to ``through`` with it, in one transaction."""
+        with self._rolling_back(), self._connection.cursor() as cur:
+            write(cur)
+            if through is not None:
+                self._cursors.step(cur, self._lane, self.position, through)
+            self._connection.commit()
+        if through is not None:
+            self.position = through
+
+    def read(self, question: Callable[[Cursor], T]) -> T:
+        """Ask the database something outside of any delivery."""
+        with self._rolling_back(), self._connection.cursor() as cur:
+            answer = question(cur)
+            self._connection.rollback()
+        return answer
+
+    def setup(self) -> None:
+        """Call the projector's ``setup`` and commit what it did."""
+        with self._rolling_back(), self._watched():
+            self._context.begin()
+            self._run(self._projector.setup(self._context))
+            self._connection.commit()
+
+    @property
+    def done(self) -> Event | None:
+        """The last event of the failed batch that the projector said it had finished."""
+        return self._context.finished
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a delivery is going on that has run past its deadline."""
+        ticket = self._ticket
+        return ticket is not None and ticket.overdue
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection no longer works. After a failed delivery it was rolled back, which tells."""
+        return bool(self._connection.closed)
+
+    def close(self) -> None:
+        """Give the connection back."""
+        with contextlib.suppress(Exception):
+            self._connection.close()
+
+    # -- how -------------------------------------------------------------------------------------------------------
+
+    def _project_and_write(self, events: Sequence[Event], step: Callable[[Cursor, str | None], None]) -> None:
+        context = self._context
+        context.begin()
+        with self._rolling_back():
+            if not events:
+                with self._connection.cursor() as cur:
+                    step(cur, None)
+                    self._connection.commit()
+            elif self._options.transactional:
+                mark = secrets.token_hex(8)
+                with self._watched(), self._connection.cursor() as cur:
+                    self._cursors.mark_batch(cur, mark)
+                    self._run(self._projector.project(events, context))
+                    step(cur, mark)
+                    self._connection.commit()
+            else:
+                with self._watched():
+                    self._run(self._projector.project(events, context))
+                with self._connection.cursor() as cur:
+                    step(cur, None)
+                    self._connection.commit()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        backend = self._backend if self._options.transactional else None
+        with self._watchdog.watch(self.name, self._options.deadline, backend) as ticket:
+            self._ticket = ticket
+            try:
+                yield
+            except psycopg2.Error as error:
+                if ticket.overdue or ended_by_idle_timeout(error):
+                    raise self._overdue() from error
+                raise
+            except Exception as error:
+                if ticket.overdue and backend is not None:
+                    raise self._overdue() from error
+                raise
+            finally:
+                self._ticket = None
+
+    def _overdue(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self.name}: the batch took longer than its deadline of {self._options.deadline:g} s, and its transaction"
+            " was ended",
+            hint="make it faster, take smaller batches (`batch`), or do the slow part in an external projector",
+        )
+
+    @contextlib.contextmanager
+    def _rolling_back(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._connection.rollback()
+            except psycopg2.Error:
+                self.close()  # a connection that cannot roll back is gone, whatever `closed` said (C50)
+            if isinstance(error, asyncio.CancelledError):
+                # Leaked out of a plain function that runs a loop of its own: nobody's wish, so a failure like others.
+                raise RuntimeError(f"{self.name}: the projector let a cancellation escape") from error
+            raise
+
+    def _run(self, outcome: object) -> None:
+        if inspect.isawaitable(outcome):
+            self._loop.run(outcome, abandoned=self._is_abandoned)
+
+    def _is_abandoned(self) -> bool:
+        # What is async can be ended: at a shutdown, and when its transaction is dead anyway.
+        return self._abandoned() or (self._options.transactional and self.overdue)
+
+
+def name_of(projector: str, lane: int) -> str:
+    """What a lane is called in logs and messages, and under which the watchdog knows its deliveries."""
+    return f"projector {projector!r}, lane {lane}"

@@ -1,0 +1,365 @@
+"""One lane of a projector: reads its events, delivers them, and decides what a failure means.
+
+A lane holds nothing that counts. Its place is the cursor in the database; whenever its connection is lost, its cursor
+is not where it should be, or ingest began anew, it forgets everything and starts over from there (rule 4).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+import psycopg2
+
+from walstream.errors import Fenced, LedgerError, ProjectorHalted, RetryLater, WalstreamError
+from walstream.event import Event
+from walstream.metrics import Metrics
+from walstream.source.failures import classify
+
+from .cursors import Cursors, StaleCursor, TransactionEnded
+from .delivery import Delivery, name_of
+from .lanes import Selection, cut
+from .parking import Parking
+from .projector import Options
+from .retry import CONFLICTS_FOR_FREE, Backoff, Fault, describe, judge, narrow
+from .source import EventSource, Reset
+from .unparking import Unparking
+
+log = logging.getLogger("walstream.runner")
+
+READ_LIMIT = 2000  # events looked at in one read, most of which may be passed over
+PATIENCE = 0.25  # seconds that a read waits for news before the lane looks at everything else
+FLUSH_SECONDS = 1.0  # a cursor that only passed over events is written this often
+_RECONNECT = Backoff(0.1, 30.0)
+_POSTGRES_EPOCH_UNIX = 946_684_800  # 2000-01-01 UTC
+
+
+class Interrupted(Exception):
+    """The process stops, the projector is paused, or it is no longer this process's to run."""
+
+
+class Halted(ProjectorHalted):
+    """The projector halted.
+
+    Attributes:
+        reason: the error, in one line.
+        offset: of the event; ``None`` if it was none.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", offset: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.reason = message
+        self.offset = offset
+
+
+class Desk(Protocol):
+    """What a lane needs from the projector's runner in this process."""
+
+    options: Options
+    cursors: Cursors
+    parking: Parking
+    metrics: Metrics
+
+    def check(self) -> None:
+        """Raise :class:`Interrupted` if the lane shall leave its work."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, and :meth:`check` meanwhile."""
+
+    def open_source(self) -> EventSource: ...
+    def open_delivery(self, lane: int) -> Delivery: ...
+
+
+class LaneRunner:
+    """Runs one lane until it is interrupted, halts, or has reached a given offset.
+
+    Args:
+        desk: the projector's runner.
+        lane, lanes: which one of how many.
+        until: stop at this offset (to bring all lanes to the same one before their number changes).
+
+    Attributes:
+        state: ``starting``, ``hot``, ``cold`` or ``retrying``.
+        error, error_offset: what it is retrying because of.
+    """
+
+    def __init__(self, desk: Desk, lane: int, lanes: int, until: int | None = None) -> None:
+        self._desk = desk
+        self._lane = lane
+        self._lanes = lanes
+        self._until = until
+        self._selection = Selection(desk.options.events, lane, lanes)
+        self._delivery: Delivery | None = None
+        self._unparking: Unparking | None = None
+        self._blocked: set[str] = set()
+        self._progress = 0
+        self.name = name_of(desk.options.name, lane)
+        self.state = "starting"
+        self.error: str | None = None
+        self.error_offset: int | None = None
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a delivery has run past its deadline and has not come back."""
+        delivery = self._delivery
+        return delivery is not None and delivery.overdue
+
+    def run(self) -> None:
+        """Run the lane.
+
+        Raises:
+            Interrupted: it was told to leave.
+            Fenced: another process runs the projector now.
+            Halted: the projector halted; the cursor stands before the event.
+            WalstreamError: what no retry can help.
+            BaseException: SystemExit and the like out of the projector. The event is not acknowledged.
+        """
+        attempt = 0
+        while True:
+            progress = self._progress
+            try:
+                self._desk.check()
+                self._session()
+                return
+            except (Interrupted, Fenced, Halted):
+                raise
+            except (WalstreamError, psycopg2.Error) as raised:
+                error = classify(raised, doing=self.name)
+            if not (error.transient or isinstance(error, LedgerError)):
+                raise error
+            attempt = attempt + 1 if self._progress == progress else 1
+            pause = _RECONNECT.pause(attempt)
+            # A row that is gone and not declared is an alarm, and is never passed over; it may be declared any time.
+            level = logging.ERROR if isinstance(error, LedgerError) else logging.WARNING
+            log.log(level, "%s starts over from its cursor in %.1f s: %s", self.name, pause, error)
+            self._retrying(error)
+            self._desk.sleep(pause)
+
+    # -- one session: as long as its connection lives ---------------------------------------------------------------
+
+    def _session(self) -> None:
+        source = self._desk.open_source()  # before the cursor is read: what is reset after that is noticed
+        try:
+            self._delivery = self._desk.open_delivery(self._lane)
+            while True:
+                try:
+                    self._read_and_deliver(source)
+                    return
+                except Reset as reset:
+                    log.info("%s: %s", self.name, reset)
+                    self._the_delivery.close()
+                    self._delivery = self._desk.open_delivery(self._lane)
+        finally:
+            source.close()
+            if self._delivery is not None:
+                self._delivery.close()
+                self._delivery = None
+
+    def _read_and_deliver(self, source: EventSource) -> None:
+        unparking = self._unparking = Unparking(self._desk, self, source, self._lane, self._lanes)
+        read_to = self._the_delivery.position
+        limit = max(self._desk.options.batch, READ_LIMIT)
+        flush_at = time.monotonic() + FLUSH_SECONDS
+        try:
+            while self._until is None or read_to < self._until:
+                self._desk.check()
+                unparking.turn()
+                batch = source.read(read_to, limit=limit, timeout=PATIENCE)
+                self._well(source.path)
+                events, through = self._bounded(batch.events, batch.through)
+                if through == read_to and read_to == self._the_delivery.position:
+                    continue
+                kept = self._selection.keep(events)
+                if kept:
+                    self._blocked = unparking.blocked(kept)
+                    self._deliver_all(kept, through)
+                read_to = through
+                if time.monotonic() >= flush_at:
+                    self._pass_over(read_to)
+                    flush_at = time.monotonic() + FLUSH_SECONDS
+        except Interrupted:
+            if not self.broken:
+                self._pass_over(read_to)
+            raise
+        self._pass_over(read_to)
+
+    def _bounded(self, events: Sequence[Event], through: int) -> tuple[Sequence[Event], int]:
+        if self._until is None or through <= self._until:
+            return events, through
+        return [event for event in events if event.offset <= self._until], self._until
+
+    def _pass_over(self, through: int) -> None:
+        """Write down that everything up to ``through`` is done; nothing in between was this lane's."""
+        if through > self._the_delivery.position:
+            self._the_delivery.deliver((), (), through)
+            self._progress += 1
+
+    def _deliver_all(self, kept: Sequence[Event], through: int) -> None:
+        batches = list(cut(kept, self._desk.options.batch))
+        for batch in batches:
+            self._handle(batch, through if batch is batches[-1] else batch[-1].offset)
+            last = batch[-1]
+            metrics, name = self._desk.metrics, self._desk.options.name
+            metrics.add("projector_events_total", len(batch), projector=name)
+            metrics.set("projector_position", last.offset, projector=name, lane=str(self._lane))
+            if last.commit.time_us:
+                lag = time.time() - (last.commit.time_us / 1e6 + _POSTGRES_EPOCH_UNIX)
+                metrics.set("projector_lag_seconds", max(0.0, lag), projector=name, lane=str(self._lane))
+
+    # -- one batch, whatever it takes ---------------------------------------------------------------------------------
+
+    def _handle(self, events: Sequence[Event], through: int) -> None:
+        """Deliver ``events`` and move the cursor to ``through``: projected, parked or lined up, but never dropped."""
+        options = self._desk.options
+        failures = conflicts = later = 0
+        while True:
+            self._desk.check()
+            flowing, waiting = self._sort(events)
+            try:
+                self._the_delivery.deliver(flowing, waiting, through)
+                self._progress += 1
+                return
+            except Exception as raised:
+                self._desk.check()  # what a shutdown cancelled did not fail
+                error, fault = raised, judge(raised, connection_lost=self.broken)
+            if fault in (Fault.CONNECTION, Fault.FENCED) or not flowing:
+                raise error
+            self.delivery()
+            if fault is Fault.CONFLICT:
+                conflicts += 1
+                if conflicts <= CONFLICTS_FOR_FREE:
+                    self._wait(error, flowing, options.retry.pause(conflicts))
+                    continue
+            elif fault is Fault.LATER:
+                later += 1
+                delay = error.delay if isinstance(error, RetryLater) else None
+                self._wait(error, flowing, options.retry.pause(later) if delay is None else delay)
+                continue
+            if isinstance(error, TransactionEnded):
+                self.halt(flowing[0], error)
+            if len(flowing) > 1:
+                self._narrow(events, flowing, through)
+                return
+            failures += 1
+            if failures >= options.max_attempts:
+                self._give_up(flowing[0], failures, error, waiting, through)
+                return
+            self._wait(error, flowing, options.retry.pause(failures))
+
+    def _sort(self, events: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
+        """Those that may be projected, and those that wait behind a parked one of their session."""
+        blocked = self._blocked
+        if not blocked:
+            return events, ()
+        flowing = [event for event in events if event.session_id not in blocked]
+        return flowing, [event for event in events if event.session_id in blocked]
+
+    def _narrow(self, events: Sequence[Event], flowing: Sequence[Event], through: int) -> None:
+        """Find the bad event: deliver the batch again in parts."""
+        repeatable = self._desk.options.transactional
+        finished = self._the_delivery.done
+        done = 0 if finished is None else sum(event.offset <= finished.offset for event in flowing)
+        if done and not repeatable:
+            # Done is done: the cursor moves up to there, and only the rest comes again.
+            reached = flowing[done - 1].offset if done < len(flowing) else through
+            _, waiting = self._sort([event for event in events if event.offset <= reached])
+            self._the_delivery.deliver((), waiting, reached)
+        for part in narrow(flowing, done=done, repeatable=repeatable):
+            reached = through if part[-1] is flowing[-1] else part[-1].offset
+            start = self._the_delivery.position
+            self._handle([event for event in events if start < event.offset <= reached], reached)
+
+    def _give_up(
+        self,
+        event: Event,
+        attempts: int,
+        error: Exception,
+        waiting: Sequence[Event],
+        through: int,
+    ) -> None:
+        if self._desk.options.on_poison == "halt":
+            self.halt(event, error)
+        line, trace = describe(error)
+        pause = self._desk.options.park.pause(1)
+        parking = self._desk.parking
+
+        def write(cur: psycopg2.extensions.cursor) -> None:
+            parking.park(cur, event, attempts=attempts, error=line, trace=trace, pause=pause)
+            parking.wait(cur, waiting)
+
+        self._the_delivery.write(write, through)
+        self._progress += 1
+        self._blocked.add(event.session_id)
+        self._the_unparking.expect()
+        self._desk.metrics.add("projector_parked_total", 1, projector=self._desk.options.name)
+        log.error(
+            "%s parked session %s at offset %d (seq %d, %s) after %d attempts; next try in %.0f s: %s",
+            self.name,
+            event.session_id,
+            event.offset,
+            event.seq,
+            event.event_type,
+            attempts,
+            pause,
+            line,
+        )
+
+    def halt(self, event: Event, error: Exception) -> NoReturn:
+        """Halt the projector at an event: written down, and raised."""
+        line, _ = describe(error)
+        self.delivery().write(lambda cur: self._desk.cursors.halt(cur, line, event.offset))
+        raise Halted(
+            f"projector {self._desk.options.name!r} halted at offset {event.offset} (seq {event.seq},"
+            f" {event.event_type}, session {event.session_id}): {line}",
+            hint="correct it and start again (or `walstream projectors resume`): it goes on with this event",
+            offset=event.offset,
+        ) from error
+
+    # -- small parts -----------------------------------------------------------------------------------------------
+
+    @property
+    def _the_delivery(self) -> Delivery:
+        assert self._delivery is not None
+        return self._delivery
+
+    @property
+    def broken(self) -> bool:
+        """Whether the lane's connection is lost."""
+        return self._the_delivery.broken
+
+    @property
+    def _the_unparking(self) -> Unparking:
+        assert self._unparking is not None
+        return self._unparking
+
+    def delivery(self) -> Delivery:
+        """The present delivery, on a new connection if the last one broke.
+
+        Raises:
+            StaleCursor: the stored cursor is not where the lane is at work.
+        """
+        delivery = self._the_delivery
+        if delivery.broken:
+            self._delivery = self._desk.open_delivery(self._lane)
+            if self._delivery.position != delivery.position:
+                raise StaleCursor(
+                    f"{self.name}: its connection was lost at offset {delivery.position}, and the cursor stands at"
+                    f" {self._delivery.position} now"
+                )
+        return self._the_delivery
+
+    def _wait(self, error: Exception, events: Sequence[Event], pause: float) -> None:
+        log.warning("%s tries offset %d again in %.1f s: %s", self.name, events[0].offset, pause, error)
+        self._retrying(error, events[0].offset)
+        self._desk.sleep(pause)
+
+    def _retrying(self, error: Exception, offset: int | None = None) -> None:
+        self.state = "retrying"
+        self.error, _ = describe(error)
+        self.error_offset = offset
+
+    def _well(self, state: str) -> None:
+        self.state = state
+        self.error = self.error_offset = None

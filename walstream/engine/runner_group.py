@@ -1,0 +1,221 @@
+"""All projectors of a process: started, watched and stopped together, and otherwise independent of each other."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import psycopg2
+
+from walstream.config import Settings
+from walstream.errors import ConfigError, WalstreamError
+from walstream.metrics import METRICS, Metrics
+from walstream.order.buffer import HotBuffer
+from walstream.order.reader import ColdReader
+from walstream.order.wake import Listener
+from walstream.source.connection import connect
+
+from .deadline import Watchdog
+from .doorbell import Doorbell
+from .keeper import Keeper
+from .leadership import owner_name
+from .projector import Options, Projector
+from .projector_runner import ProjectorRunner, Services
+from .source import EventSource, StreamSource
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+log = logging.getLogger("walstream.runner")
+
+
+class RunnerGroup:
+    """Runs projectors in this process.
+
+    Args:
+        settings: of the stream.
+        projectors: to run.
+        hot: the buffer that ingest fills in this process; ``None`` if it runs elsewhere.
+        key_prefix: ``ledger:epoch`` of the ledger's identity.
+        owner: this process's name; made up if absent.
+        metrics: where numbers go.
+
+    Raises:
+        ConfigError: a projector's options make no sense, or two have one name.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        projectors: Sequence[Projector],
+        hot: HotBuffer | None,
+        key_prefix: str,
+        *,
+        owner: str | None = None,
+        metrics: Metrics = METRICS,
+    ) -> None:
+        self._settings = settings
+        self._hot = hot
+        self._key_prefix = key_prefix
+        self._error: WalstreamError | None = None
+        self._ended = threading.Event()
+        self._watchdog = Watchdog(lambda: self._connect("deadline", connect_timeout=5))
+        self._doorbell = Doorbell(
+            lambda: Listener(lambda: self._connect("wake"), settings.namespace, settings.poll_seconds),
+            settings.poll_seconds,
+        )
+        services = Services(
+            settings.namespace,
+            settings.environment,
+            self._open_source,
+            self._projector_connection,
+            self._watchdog,
+            metrics,
+            self._exit,
+        )
+        self._runners = [ProjectorRunner(p, o, services) for p, o in resolve(projectors, settings)]
+        self._keeper = Keeper(
+            settings.namespace,
+            self._runners,
+            owner=owner or owner_name(),
+            lease_seconds=settings.lease_seconds,
+            poll_seconds=settings.poll_seconds,
+            connect=lambda: self._connect("projectors", statement_timeout="30s"),
+            on_error=self._exit,
+        )
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all of them; returns at once. What cannot be done yet (a server that is away) is tried again."""
+        for runner in self._runners:
+            runner.start()
+        if self._runners:
+            self._keeper.start()
+
+    def stop(self, drain_seconds: float) -> bool:
+        """Stop all of them: each may finish its batch within ``drain_seconds``; then what is left is cancelled.
+
+        Returns:
+            Whether all threads ended. One that hangs in Python cannot be ended; its transaction was, by the server.
+        """
+        for runner in self._runners:
+            runner.request_stop()
+        until = time.monotonic() + drain_seconds
+        busy = [runner for runner in self._runners if not runner.join(until - time.monotonic())]
+        for runner in busy:
+            log.warning("projector %r did not finish its batch within %g s", runner.options.name, drain_seconds)
+            runner.abort()
+        until = time.monotonic() + 3.0
+        hung = [runner.options.name for runner in busy if not runner.join(until - time.monotonic())]
+        if hung:
+            log.error("projectors hang and are left behind: %s", ", ".join(hung))
+        self._keeper.stop()
+        self._doorbell.stop()
+        self._watchdog.stop()
+        return not hung
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until something ends the process (see :attr:`error`); ``True`` if so."""
+        return self._ended.wait(timeout)
+
+    # -- how it goes -------------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> WalstreamError | None:
+        """What ends the process: a projector raised SystemExit or the like, or the set-up cannot work."""
+        return self._error
+
+    @property
+    def halted(self) -> list[str]:
+        """The projectors that halted (their policy is ``halt``, and an event could not be projected)."""
+        return [runner.options.name for runner in self._runners if runner.halted is not None]
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing ended, halted or hangs, and the database answers."""
+        bad = {"halted", "hung", "stopped"}
+        return (
+            self._error is None
+            and (self._keeper.connected or not self._runners)
+            and not any(state in bad for state, _ in self.states().values())
+        )
+
+    def states(self) -> dict[str, tuple[str, str | None]]:
+        """Projector -> its state here (also ``standby``), and why, if it is not well."""
+        return {runner.options.name: runner.state[:2] for runner in self._runners}
+
+    # -- what the runners need -----------------------------------------------------------------------------------------
+
+    def _exit(self, error: WalstreamError) -> None:
+        if self._error is None:
+            self._error = error
+        self._ended.set()
+
+    def _open_source(self) -> EventSource:
+        settings = self._settings
+        return StreamSource(
+            self._hot,
+            lambda: self._connect("cold"),
+            lambda connection: ColdReader(connection, settings.namespace, settings.ledger, self._key_prefix),
+            self._doorbell.waiter(),
+            max_bytes=settings.chunk_bytes,
+        )
+
+    def _connect(self, role: str, connect_timeout: int | None = None, **options: str) -> Connection:
+        settings = self._settings
+        return connect(
+            settings.require_dsn(),
+            application_name=f"walstream:{settings.namespace}:{role}",
+            connect_timeout=connect_timeout or settings.connect_timeout,
+            options=options,
+        )
+
+    def _projector_connection(self, options: Options) -> Connection:
+        """A projector's own connection. A transactional one is the user's: the server's ``search_path``,
+        ``row_security`` and ``synchronous_commit``. The cursor of an external one may be lost with the server: the
+        order it refers to was written before it, and the events come again."""
+        settings = self._settings
+        session: dict[str, str] = {}
+        if options.transactional:
+            session["idle_in_transaction_session_timeout"] = str(max(1, round(options.deadline * 1000)))
+        else:
+            session["synchronous_commit"] = "off"
+        made = connect(
+            settings.require_dsn(),
+            application_name=f"walstream:{settings.namespace}:{options.name}",
+            autocommit=False,
+            connect_timeout=settings.connect_timeout,
+            options=session,
+            search_path=None if options.transactional else "pg_catalog",
+        )
+        try:
+            if options.transactional:
+                with made.cursor() as cur:
+                    cur.execute("SET row_security = on")
+                made.commit()
+        except psycopg2.Error:
+            made.close()
+            raise
+        return made
+
+
+def resolve(projectors: Sequence[Projector], settings: Settings) -> list[tuple[Projector, Options]]:
+    """Projectors with their options after the configuration has had its word.
+
+    Raises:
+        ConfigError: options make no sense, two projectors have one name.
+    """
+    found: dict[str, tuple[Projector, Options]] = {}
+    for projector in projectors:
+        options = Options.of(projector, settings.projectors.get(projector.name))
+        if options.name in found:
+            raise ConfigError(
+                f"two projectors are called {options.name!r}",
+                hint="a name identifies a cursor; give one of them another: `name=…`",
+            )
+        found[options.name] = (projector, options)
+    return list(found.values())
