@@ -11,6 +11,7 @@ TLS, passwords, service files, several hosts: whatever libpq understands is pass
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -117,6 +118,19 @@ def merged_options(user: str, ours: Mapping[str, str]) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace(" ", "\\ ")
+
+
+def give_up_unacknowledged(descriptor: int, seconds: float) -> None:
+    """Let the kernel end a TCP connection whose sent bytes stay unacknowledged so long (TCP_USER_TIMEOUT, Linux)."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is None:
+        return
+    with socket.socket(fileno=os.dup(descriptor)) as shared:
+        if shared.family in (socket.AF_INET, socket.AF_INET6):
+            wanted = int(seconds * 1000)
+            present = shared.getsockopt(socket.IPPROTO_TCP, option)
+            if not 0 < present <= wanted:
+                shared.setsockopt(socket.IPPROTO_TCP, option, wanted)
 
 
 def _open(

@@ -23,10 +23,11 @@ from psycopg2.extensions import connection as Connection
 
 from walstream.config import quote
 from walstream.errors import ConfigError, SlotError, Unavailable
-from walstream.lsn import parse_lsn
+from walstream.lsn import format_lsn, parse_lsn
 from walstream.source.connection import replication_connect
 from walstream.source.facts import Blocker, blockers, slot_facts
 from walstream.source.failures import classify
+from walstream.source.publications import name_list, string_literal
 
 PLUGIN: Final = "pgoutput"
 
@@ -159,6 +160,19 @@ def create_command(slot: str, server_version: int, *, failover: bool = False, te
         return f"{begin} {'NOEXPORT_SNAPSHOT' if temporary else 'EXPORT_SNAPSHOT'}"
     options = ["SNAPSHOT 'nothing'" if temporary else "SNAPSHOT 'export'", *(["FAILOVER true"] if failover else [])]
     return f"{begin} ({', '.join(options)})"
+
+
+def start_command(slot: str, start_lsn: int, *publications: str) -> str:
+    """Return the ``START_REPLICATION`` for a slot (documentation, 55.4 and 55.5).
+
+    Written here in full because psycopg2's own builder encodes option values as latin-1. Protocol 1: a transaction
+    comes whole, after its commit; ``messages`` for the canary; text values.
+    """
+    names = string_literal(name_list(*publications))
+    return (
+        f"START_REPLICATION SLOT {quote(slot)} LOGICAL {format_lsn(start_lsn)} "
+        f"(proto_version '1', publication_names {names}, messages 'true')"
+    )
 
 
 def drop(connection: Connection, slot: str) -> bool:

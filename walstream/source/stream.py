@@ -26,22 +26,21 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import psycopg2
-from psycopg2.errorcodes import OBJECT_IN_USE
+from psycopg2.errorcodes import OBJECT_IN_USE, UNDEFINED_OBJECT
 from psycopg2.extras import LogicalReplicationConnection
 
-from walstream.config import Settings, quote
-from walstream.errors import ConnectionLost, SlotError, Stalled, WalstreamError
+from walstream.config import Settings
+from walstream.errors import ConfigError, ConnectionLost, SlotError, Stalled, WalstreamError
 from walstream.lsn import format_lsn, parse_lsn
-from walstream.source.connection import replication_connect
+from walstream.source.connection import give_up_unacknowledged, replication_connect
 from walstream.source.failures import classify
-from walstream.source.publications import name_list, string_literal
+from walstream.source.slots import create_on, start_command
 
 MIN_TIMEOUT: Final = 30.0
 """Seconds. A ``wal_sender_timeout`` below this is raised for the session: a third of it must be more than an ordinary
@@ -125,13 +124,28 @@ class ReplicationStream:
             SlotError: the slot is missing, lost, another's, or ``start_lsn`` is beyond the server's WAL.
             Unavailable: the server is away or another session reads the slot.
         """
+        return cls._open(settings, start_lsn, f"walstream:stream:{generation}", temporary=False)
+
+    @classmethod
+    def open_temporary(cls, settings: Settings) -> ReplicationStream:
+        """Make ``settings.slot`` as a temporary slot, which ends with this stream, and read from now on (`tail`).
+
+        Errors as for :meth:`open`, and :class:`Unavailable` naming the open transactions that the slot has to wait for.
+        """
+        return cls._open(settings, 0, "walstream:tail", temporary=True)
+
+    @classmethod
+    def _open(cls, settings: Settings, start_lsn: int, application_name: str, *, temporary: bool) -> ReplicationStream:
         connection = replication_connect(
             settings.replication_dsn or settings.require_dsn(),
-            application_name=f"walstream:stream:{generation}",
+            application_name=application_name,
             connect_timeout=settings.connect_timeout,
+            options={"lock_timeout": "2s"} if temporary else None,
         )
         stream = cls(connection, settings)
         try:
+            if temporary:
+                create_on(connection, settings.slot, temporary=True, timeout=settings.connect_timeout)
             stream._start(start_lsn)
         except psycopg2.Error as error:
             failure = classify(error, doing=f"starting slot {settings.slot}{stream._holder(error)}")
@@ -278,7 +292,7 @@ class ReplicationStream:
         if timeout:
             self._feedback_every = min(timeout, DEFAULT_TIMEOUT) / 6
             self._stall_after = timeout / 3
-            _give_up_unacknowledged(descriptor, timeout / 4)
+            give_up_unacknowledged(descriptor, timeout / 4)
         self._reader.start_replication_expert(
             start_command(self._slot, start_lsn, self._publication), decode=False, status_interval=_NEVER
         )
@@ -353,31 +367,21 @@ class ReplicationStream:
         return self._due
 
     def _failed(self, error: BaseException) -> WalstreamError:
+        failure = classify(error, doing=self._doing)
+        younger = isinstance(error, psycopg2.Error) and error.pgcode == UNDEFINED_OBJECT and "publication" in str(error)
+        if younger and self._published_now():
+            failure = ConfigError(
+                f"{failure}. The publication exists, but it is younger than the slot's position: decoding uses the "
+                "catalogues as they were when each change was made",
+                hint=f"SELECT pg_drop_replication_slot('{self._slot}'), then `walstream init`; the reconciler takes "
+                "what the slot could not deliver from the ledger",
+            )
         self.close()
-        return classify(error, doing=self._doing)
+        return failure
 
-
-def start_command(slot: str, start_lsn: int, *publications: str) -> str:
-    """Return the ``START_REPLICATION`` for a slot (documentation, 55.4 and 55.5).
-
-    Written here in full because psycopg2's own builder encodes option values as latin-1. Protocol 1: a transaction
-    comes whole, after its commit; ``messages`` for the canary; text values.
-    """
-    names = string_literal(name_list(*publications))
-    return (
-        f"START_REPLICATION SLOT {quote(slot)} LOGICAL {format_lsn(start_lsn)} "
-        f"(proto_version '1', publication_names {names}, messages 'true')"
-    )
-
-
-def _give_up_unacknowledged(descriptor: int, seconds: float) -> None:
-    """Let the kernel end a TCP connection whose sent bytes stay unacknowledged so long (TCP_USER_TIMEOUT, Linux)."""
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)
-    if option is None:
-        return
-    with socket.socket(fileno=os.dup(descriptor)) as shared:
-        if shared.family in (socket.AF_INET, socket.AF_INET6):
-            wanted = int(seconds * 1000)
-            present = shared.getsockopt(socket.IPPROTO_TCP, option)
-            if not 0 < present <= wanted:
-                shared.setsockopt(socket.IPPROTO_TCP, option, wanted)
+    def _published_now(self) -> bool:
+        """Whether the publication exists at present; the server's error ended the stream, not the connection."""
+        with contextlib.suppress(psycopg2.Error):
+            self._reader.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", (self._publication,))
+            return self._reader.fetchone() is not None
+        return False

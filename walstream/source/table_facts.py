@@ -38,6 +38,8 @@ class PublicationFacts:
         operations: out of insert, update, delete, truncate.
         via_root: changes of a partition are sent under its root's name.
         tables: what it sends, as ``pg_publication_tables`` resolves it: roots, or leaves if not via the root.
+        members: OIDs of the tables that it names itself.
+        schemas: names of the schemas that it holds as a whole (from 15).
     """
 
     name: str
@@ -46,6 +48,13 @@ class PublicationFacts:
     operations: tuple[str, ...]
     via_root: bool
     tables: tuple[PublishedTable, ...]
+    members: frozenset[int]
+    schemas: frozenset[str]
+
+    def names(self, table: TableFacts) -> bool:
+        """Whether it holds this very table, by name or as part of something larger, so that a new partition of it is
+        held as well."""
+        return self.all_tables or table.oid in self.members or table.namespace in self.schemas
 
     def table(self, oid: int) -> PublishedTable | None:
         """The entry for the table with this OID."""
@@ -149,14 +158,14 @@ def publication_facts(connection: Connection, publication: str) -> PublicationFa
     """Read one publication of the current database; ``None`` if there is none of this name."""
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_catalog.to_jsonb(p), pg_catalog.pg_get_userbyid(p.pubowner)"
+            "SELECT pg_catalog.to_jsonb(p), p.oid, pg_catalog.pg_get_userbyid(p.pubowner)"
             " FROM pg_catalog.pg_publication p WHERE p.pubname = %s",
             (publication,),
         )
         found: Any = cursor.fetchone()
         if found is None:
             return None
-        row, owner = found
+        row, publication_oid, owner = found
         cursor.execute(
             """
             SELECT c.oid, t.schemaname, t.tablename, pg_catalog.to_jsonb(t)
@@ -177,6 +186,16 @@ def publication_facts(connection: Connection, publication: str) -> PublicationFa
             )
             for oid, namespace, name, facts in cursor.fetchall()
         )
+        cursor.execute("SELECT prrelid FROM pg_catalog.pg_publication_rel WHERE prpubid = %s", (publication_oid,))
+        members = frozenset(oid for (oid,) in cursor.fetchall())
+        schemas: frozenset[str] = frozenset()
+        if connection.server_version >= 150000:
+            cursor.execute(
+                "SELECT n.nspname FROM pg_catalog.pg_publication_namespace p"
+                " JOIN pg_catalog.pg_namespace n ON n.oid = p.pnnspid WHERE p.pnpubid = %s",
+                (publication_oid,),
+            )
+            schemas = frozenset(name for (name,) in cursor.fetchall())
     return PublicationFacts(
         name=publication,
         owner=owner,
@@ -184,6 +203,8 @@ def publication_facts(connection: Connection, publication: str) -> PublicationFa
         operations=tuple(operation for operation in OPERATIONS if row[f"pub{operation}"]),
         via_root=row["pubviaroot"],
         tables=tables,
+        members=members,
+        schemas=schemas,
     )
 
 
