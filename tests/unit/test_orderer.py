@@ -13,8 +13,8 @@ from walstream.engine.orderer import Orderer, Recovered
 from walstream.errors import Fenced
 from walstream.event import Commit, Row
 from walstream.order.buffer import HotBuffer
-from walstream.order.segment import Segment
 from walstream.order.seen import SeenSeqs
+from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot
 
 

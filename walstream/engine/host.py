@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import Settings, quote
 from ..errors import ExitCode, Fenced, Unavailable, WalstreamError
@@ -20,9 +20,13 @@ from ..ledger.identity import Identity, check_identity
 from ..ledger.schema import require_schema
 from ..lsn import format_lsn
 from ..order.buffer import HotBuffer
+from ..order.compaction import Compactor
 from ..order.seen import SeenSeqs
 from ..order.wake import Notifier
 from ..order.writer import OrderWriter
+from ..source.connection import connect
+from ..source.failures import classify
+from .caretaker import Caretaker, Chore
 from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Backend, Lease, end_backend, owner_name
@@ -30,7 +34,6 @@ from .ledger_watch import LedgerWatch
 from .order_store import FencedStore
 from .orderer import Orderer
 from .projector import Projector
-from .reconciler import Reconciler
 from .runner_group import RunnerGroup
 
 if TYPE_CHECKING:
@@ -39,23 +42,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("walstream.host")
 
 _STANDBY_POLL = 0.5
+_WATCH_SECONDS = 5.0
+_COMPACT_SECONDS = 30.0
 _HEALTHY_AFTER = 10.0  # a session that lived this long starts the backoff again from its shortest pause
-
-
-class Connect(Protocol):
-    """Makes a pinned SQL connection (walstream.source.connection.connect)."""
-
-    def __call__(self, dsn: str, *, application_name: str, options: dict[str, str] | None = None) -> Connection: ...
 
 
 @dataclass(frozen=True)
 class Ports:
-    """What the host gets from outside, so that the engine knows no driver's replication classes."""
+    """What the host gets from outside, so that the engine knows no driver's replication classes (walstream.wiring).
 
-    connect: Connect
-    preflight: Callable[[Settings, Connection], Any]
+    Attributes:
+        preflight: checks slot, publication and table before anything is read; raises what is wrong, and returns
+            whether somebody else moved the slot, so that the whole ledger has to be compared.
+        open_stream: opens the slot's stream (``settings, start_lsn=…, generation=…``).
+    """
+
+    preflight: Callable[[Settings, Connection], bool]
     open_stream: Callable[..., MessageStream]
-    classify: Callable[..., WalstreamError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,9 @@ class Host:
         ingest: ``False`` for a process that only runs projectors (it reads cold, woken by the ingest elsewhere).
     """
 
-    def __init__(self, settings: Settings, projectors: Sequence[Projector], ports: Ports, *, ingest: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, projectors: Sequence[Projector], ports: Ports, *, ingest: bool = True
+    ) -> None:
         self._settings = settings
         self._projectors = tuple(projectors)
         self._ports = ports
@@ -164,7 +169,7 @@ class Host:
                     break
                 continue
             except BaseException as raised:
-                error = raised if isinstance(raised, WalstreamError) else self._ports.classify(raised, doing="ingest")
+                error = raised if isinstance(raised, WalstreamError) else classify(raised, doing="ingest")
             if isinstance(error, Fenced):
                 log.warning("%s", error)
                 attempt = 0
@@ -191,7 +196,7 @@ class Host:
         connection = self._connect("ingest", synchronous_commit="off", lock_timeout="30s")
         stream: MessageStream | None = None
         notifier: Notifier | None = None
-        reconciler: Reconciler | None = None
+        caretaker: Caretaker | None = None
         lease = Lease.for_ingest(settings.namespace, owner=self._owner, seconds=settings.lease_seconds)
         taken = False
         try:
@@ -199,7 +204,7 @@ class Host:
             if not self._take_lease(connection, lease):
                 return
             taken = True
-            facts = ports.preflight(settings, connection)
+            slot_moved = ports.preflight(settings, connection)
             writer = OrderWriter(connection, settings.namespace, lease.generation)
             tail = writer.tail()
             seen = SeenSeqs(tail.max_seq, writer.known)
@@ -222,7 +227,7 @@ class Host:
                 settings.namespace,
                 lease,
                 stream,
-                ports.classify,
+                classify,
                 idle_persist_seconds=settings.idle_persist_seconds,
             )
             orderer = Orderer(
@@ -239,12 +244,10 @@ class Host:
                 heartbeat=lambda: store.heartbeat(orderer, session),
                 heartbeat_seconds=max(0.2, settings.lease_seconds / 4),
             )
-            session = IngestSession(settings, stream, intake, orderer, lambda: self._canary())
+            session = IngestSession(settings, stream, intake, orderer, self._canary)
             store.announce()
-            reconciler = Reconciler(
-                settings, identity, orderer, stream, lambda: self._connect("reconcile"), everything=facts.slot_moved
-            )
-            reconciler.start()
+            caretaker = self._caretaker(session, watch, lease.generation, identity, orderer, everything=slot_moved)
+            caretaker.start()
             self._session = session
             if self._stopping.is_set():
                 return
@@ -259,8 +262,8 @@ class Host:
             session.run()
         finally:
             self._session = None
-            if reconciler is not None:
-                reconciler.stop()
+            if caretaker is not None:
+                caretaker.stop()
             if notifier is not None:
                 notifier.close()
             if stream is not None:
@@ -268,6 +271,30 @@ class Host:
             if taken:
                 _quietly(lambda: _with_cursor(connection, lease.release))
             _quietly(connection.close)
+
+    def _caretaker(
+        self,
+        session: IngestSession,
+        watch: LedgerWatch,
+        generation: int,
+        identity: Identity,
+        orderer: Orderer,
+        *,
+        everything: bool,
+    ) -> Caretaker:
+        shared = _Shared(lambda: self._connect("chores", synchronous_commit="off", lock_timeout="5s"))
+
+        def compact() -> None:
+            Compactor(shared.connection, self._settings.namespace, generation).run()
+
+        return Caretaker(
+            [
+                Chore("the look at the ledger's table", watch.check, _WATCH_SECONDS),
+                Chore("compaction of the order", compact, _COMPACT_SECONDS),
+            ],
+            session.fail,
+            shared.close,
+        )
 
     def _take_lease(self, connection: Connection, lease: Lease) -> bool:
         """Take the lease, standing by while another has it; ``False`` if told to stop meanwhile."""
@@ -310,13 +337,18 @@ class Host:
             for pid, start in ((row[1], row[2]), (row[3], row[4])):
                 if pid is not None and start is not None and pid != connection.info.backend_pid:
                     if end_backend(cur, Backend(pid, start)):
-                        log.warning("ended backend %d (started %s) of the ingest that is replaced (%s)", pid, start, row[0])
+                        log.warning(
+                            "ended backend %d (started %s) of the ingest that is replaced (%s)", pid, start, row[0]
+                        )
 
     # -- small parts -----------------------------------------------------------------------------------------------
 
     def _connect(self, role: str, **options: str) -> Connection:
-        return self._ports.connect(
-            self._settings.require_dsn(), application_name=f"walstream:{self._settings.namespace}:{role}", options=options
+        return connect(
+            self._settings.require_dsn(),
+            application_name=f"walstream:{self._settings.namespace}:{role}",
+            connect_timeout=self._settings.connect_timeout,
+            options=options,
         )
 
     def _read_identity(self) -> Identity:
@@ -367,6 +399,25 @@ class Host:
                 connection.close()
 
         _quietly(write)
+
+
+class _Shared:
+    """A connection that is made when it is needed, and again after it was closed."""
+
+    def __init__(self, make: Callable[[], Connection]) -> None:
+        self._make = make
+        self._made: Connection | None = None
+
+    @property
+    def connection(self) -> Connection:
+        if self._made is None or self._made.closed:
+            self._made = self._make()
+        return self._made
+
+    def close(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            _quietly(made.close)
 
 
 def _after_flush(stream: MessageStream, notifier: Notifier) -> Callable[[], None]:

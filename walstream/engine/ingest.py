@@ -63,7 +63,10 @@ class IngestSession:
         self._orderer = orderer
         self._canary = canary
         self._stopping = threading.Event()
+        self._failure: BaseException | None = None
         self._canary_sent = 0.0
+        self.handed_over = 0
+        """Position of the stream up to which everything has been submitted to the orderer."""
         self.idle_position = 0
         """Where the slot may be moved to because nothing is outstanding; confirmed once it is written down."""
         self.persisted_position = 0
@@ -72,6 +75,11 @@ class IngestSession:
     def stop(self) -> None:
         """Ask :meth:`run` to order what it has received, confirm it as far as possible, and return."""
         self._stopping.set()
+        self._stream.wakeup()
+
+    def fail(self, error: BaseException) -> None:
+        """End the session with an error that was found elsewhere (the caretaker's)."""
+        self._failure = error
         self._stream.wakeup()
 
     def run(self) -> None:
@@ -95,10 +103,13 @@ class IngestSession:
         orderer, stream = self._orderer, self._stream
         if orderer.error is not None:
             raise orderer.error
+        if self._failure is not None:
+            raise self._failure
         read = 0
         if orderer.has_room:
             read = stream.drain(self._intake.handle, _DRAIN_LIMIT)
             self._hand_on()
+        self.handed_over = stream.passed
         self._confirm()
         stream.feedback()
         if not orderer.has_room:

@@ -406,5 +406,3 @@ def _double(commit: Commit, ordinal: int, row: Row) -> Violation:
         commit.xid,
         "an insert whose seq has an offset already: a row moved between partitions, or a sequence started again",
     )
-
-

@@ -31,7 +31,15 @@ def relation(
     columns: Sequence[tuple[str, int]] = LEDGER_COLUMNS,
 ) -> bytes:
     """A Relation message; the first column is its key."""
-    parts = [b"R", struct.pack(">I", oid), namespace.encode(), b"\0", name.encode(), b"\0d", struct.pack(">H", len(columns))]
+    parts = [
+        b"R",
+        struct.pack(">I", oid),
+        namespace.encode(),
+        b"\0",
+        name.encode(),
+        b"\0d",
+        struct.pack(">H", len(columns)),
+    ]
     for index, (column, type_oid) in enumerate(columns):
         parts += [struct.pack(">B", index == 0), column.encode(), b"\0", struct.pack(">Ii", type_oid, -1)]
     return b"".join(parts)
