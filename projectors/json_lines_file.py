@@ -175,7 +175,7 @@ def event_line(event: Event) -> bytes:
     head: dict[str, Any] = {
         "offset": event.offset or None,
         "seq": event.seq,
-        "key": event.key,
+        "key": event.key if event.offset else None,
         "session_id": event.session_id,
         "agent_id": event.agent_id,
         "event_type": event.event_type,
@@ -187,7 +187,7 @@ def event_line(event: Event) -> bytes:
         head["extras"] = dict(event.extras)
     # White space in a `json` column may hold line breaks; inside a string JSON allows none.
     payload = event.payload_bytes.translate(_LINE_BREAKS)
-    return orjson.dumps(head)[:-1] + b',"payload":' + payload + b"}\n"
+    return b'%b,"payload":%b}\n' % (orjson.dumps(head)[:-1], payload)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 # Each exposes `register(app: typer.Typer) -> None`. The order is the order of `walstream --help`.
-COMMANDS: Final[tuple[str, ...]] = ("status", "import_", "projectors", "parked", "adopt")
+COMMANDS: Final[tuple[str, ...]] = ("status", "import_", "tail", "demo", "projectors", "parked", "adopt")
 
 INTERRUPTED: Final = 130
 """128 + SIGINT, what a shell reports for Ctrl-C."""

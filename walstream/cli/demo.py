@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +13,7 @@ from walstream.errors import ExitCode
 
 from . import console
 from .options import Json
+from .signals import unwinding
 
 if TYPE_CHECKING:
     from walstream.demo.supervisor import Demo, Outcome
@@ -79,7 +76,7 @@ def demo(
     )
     progress = Progress()
     watched = screen_for(console.err(), progress, console.note, live=sys.stderr.isatty())
-    with _ended_by_sigterm(), watched as screen, Demo(plan, progress) as shown:
+    with unwinding(), watched as screen, Demo(plan, progress) as shown:
         screen.watch(lambda: shown.connect("screen"))
         outcome = shown.run()
         if keep:
@@ -93,23 +90,6 @@ def demo(
             _say_what_to_try(shown)
     if not outcome.proof.holds:
         raise typer.Exit(int(ExitCode.FAILED))
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that server and consumer are stopped."""
-
-    def unwind(number: int, _frame: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)  # the way down is bounded and must not be cut short
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(outcome: Outcome) -> None:
