@@ -1,0 +1,128 @@
+"""Waking readers in other processes, and doing without."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from psycopg2.extensions import connection as Connection
+
+from tests.conftest import Database
+from tests.integration.order_bench import OrderBench, bench, until
+from walstream.errors import Unavailable
+from walstream.order.wake import Listener, Notifier, channel_of
+
+
+@pytest.fixture
+def order(database: Database) -> Iterator[OrderBench]:
+    with bench(database.dsn, namespace='Näme "x"') as made:
+        yield made
+
+
+@pytest.fixture
+def listener(order: OrderBench) -> Iterator[Listener]:
+    made = Listener(order.connect, order.namespace, 60)
+    assert made.wait(60), "listening begins: what grew before was not announced"
+    assert made.listening
+    yield made
+    made.close()
+
+
+def test_channels_fit_and_differ() -> None:
+    names = ["walstream", "a" * 63, "a" * 62 + "b", "漢" * 21]
+    channels = [channel_of(name) for name in names]
+    assert all(len(channel.encode()) <= 63 for channel in channels)
+    assert len(set(channels)) == len(names)
+
+
+def test_a_notification_wakes_a_listener(order: OrderBench, listener: Listener) -> None:
+    other = Listener(order.connect, "another stream", 60)
+    other.wait(60)
+    notifier = Notifier(order.connect, order.namespace)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            waiting = pool.submit(listener.wait, 60)
+            notifier.notify()
+            assert waiting.result(20)
+    notifier.close()
+    assert not other.wait(0.05)
+    other.close()
+
+
+def test_without_news_a_wait_ends_with_its_timeout(listener: Listener) -> None:
+    assert not listener.wait(0.01)
+
+
+def test_many_calls_become_few_notifications(order: OrderBench) -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def connect() -> Connection:
+        entered.set()
+        gate.wait(20)
+        return order.connect()
+
+    heard = order.connect()
+    with heard.cursor() as cursor:
+        cursor.execute(f'LISTEN "{channel_of(order.namespace).replace(chr(34), chr(34) * 2)}"')
+    notifier = Notifier(connect, order.namespace)
+    notifier.notify()
+    assert entered.wait(20)
+    for _ in range(10_000):
+        notifier.notify()
+    gate.set()
+
+    def count() -> int:
+        heard.poll()
+        return len(heard.notifies)
+
+    until(lambda: count() == 2, "one that was on its way and one for all the others")
+    notifier.close()
+    assert count() == 2
+
+
+def test_a_lost_connection_is_made_again(order: OrderBench, listener: Listener) -> None:
+    """Neither side fails, and what was announced in between is not missed: a new LISTEN is a reason to look."""
+    notifier = Notifier(order.connect, order.namespace)
+    notifier.notify()
+    assert listener.wait(20)
+    order.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+        " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+    )
+    assert listener.wait(20), "the loss is a reason to look"
+    assert not listener.listening
+    until(lambda: listener.wait(0.05) and listener.listening, "LISTEN again")
+    listener.wait(0)
+    notifier.notify()
+    until(lambda: listener.wait(0.05), "NOTIFY again")
+    notifier.close()
+
+
+def test_where_nothing_can_be_connected_readers_poll() -> None:
+    def refused() -> Connection:
+        raise Unavailable("no listening here")
+
+    listener = Listener(refused, "walstream", 0.05)
+    start = time.monotonic()
+    assert not listener.wait(60)
+    assert time.monotonic() - start < 30, "the poll's interval bounds every wait"
+    assert not listener.listening
+    notifier = Notifier(refused, "walstream")
+    notifier.notify()
+    notifier.close()
+    assert not notifier._thread.is_alive()
+    listener.close()
+    listener.wake()  # after the end: nothing
+
+
+def test_a_wait_can_be_ended(listener: Listener) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listener.wait, 60)
+        listener.wake()
+        assert waiting.result(20)
+    listener.wake()
+    assert listener.wait(60)
+    assert not listener.wait(0.01), "several calls are one"
