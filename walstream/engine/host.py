@@ -14,18 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import Settings, quote
-from ..errors import ExitCode, Fenced, Unavailable, WalstreamError
-from ..ledger.identity import Identity, check_identity
-from ..ledger.schema import require_schema
-from ..lsn import format_lsn
-from ..order.buffer import HotBuffer
-from ..order.compaction import Compactor
-from ..order.seen import SeenSeqs
-from ..order.wake import Notifier
-from ..order.writer import OrderWriter
-from ..source.connection import connect
-from ..source.failures import classify
+from walstream.config import Settings, quote
+from walstream.errors import ExitCode, Fenced, Unavailable, WalstreamError
+from walstream.ledger.identity import Identity, check_identity
+from walstream.ledger.schema import require_schema
+from walstream.lsn import format_lsn
+from walstream.order.buffer import HotBuffer
+from walstream.order.compaction import Compactor
+from walstream.order.seen import SeenSeqs
+from walstream.order.wake import Notifier
+from walstream.order.writer import OrderWriter
+from walstream.source.connection import connect
+from walstream.source.failures import classify
+
 from .caretaker import Caretaker, Chore
 from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
@@ -244,7 +245,7 @@ class Host:
                 heartbeat=lambda: store.heartbeat(orderer, session),
                 heartbeat_seconds=max(0.2, settings.lease_seconds / 4),
             )
-            session = IngestSession(settings, stream, intake, orderer, self._canary)
+            session = IngestSession(settings, stream, intake, orderer, lambda: _quietly(self._canary))
             store.announce()
             caretaker = self._caretaker(session, watch, lease.generation, identity, orderer, everything=slot_moved)
             caretaker.start()
@@ -269,7 +270,7 @@ class Host:
             if stream is not None:
                 stream.close()
             if taken:
-                _quietly(lambda: _with_cursor(connection, lease.release))
+                _quietly(lambda: self._let_go(connection, lease))
             _quietly(connection.close)
 
     def _caretaker(
@@ -317,7 +318,7 @@ class Host:
                         cur.execute(f"UPDATE {namespace}.generation SET generation = %s", (generation,))
                     cur.execute("COMMIT")
                 except BaseException:
-                    _quietly(lambda: cur.execute("ROLLBACK"))  # noqa: B023 (called at once)
+                    _quietly(lambda: cur.execute("ROLLBACK"))
                     raise
             if generation is not None:
                 return True
@@ -340,6 +341,14 @@ class Host:
                         log.warning(
                             "ended backend %d (started %s) of the ingest that is replaced (%s)", pid, start, row[0]
                         )
+
+    def _let_go(self, connection: Connection, lease: Lease) -> None:
+        with connection.cursor() as cur:
+            cur.execute(
+                f"UPDATE {quote(self._settings.namespace)}.ingest SET state = 'stopped' WHERE generation = %s",
+                (lease.generation,),
+            )
+            lease.release(cur)
 
     # -- small parts -----------------------------------------------------------------------------------------------
 
@@ -426,11 +435,6 @@ def _after_flush(stream: MessageStream, notifier: Notifier) -> Callable[[], None
         notifier.notify()
 
     return progress
-
-
-def _with_cursor(connection: Connection, call: Callable[[Any], Any]) -> None:
-    with connection.cursor() as cur:
-        call(cur)
 
 
 def _quietly(call: Callable[[], Any]) -> None:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ..config import Settings
-from ..errors import ConnectionLost
-from ..lsn import format_lsn
+from walstream.config import Settings
+from walstream.errors import ConnectionLost
+from walstream.lsn import format_lsn
+
 from .intake import Intake
 from .orderer import Orderer
 
@@ -51,7 +52,7 @@ class IngestSession:
         stream: opened at the end of the order.
         intake: fresh, with the same resume position.
         orderer: not yet started.
-        canary: emits a logical message on another connection; whatever it raises ends the session.
+        canary: emits a logical message on another connection, and raises nothing: what it cannot say is heard.
     """
 
     def __init__(
@@ -148,12 +149,13 @@ class IngestSession:
         if silence < limit:
             self._canary_sent = 0.0
         elif not self._canary_sent:
-            self._canary()
+            # On a thread of its own: making a connection can take as long as the network likes, and feedback is due.
+            threading.Thread(target=self._canary, name="walstream-canary", daemon=True).start()
             self._canary_sent = now
         elif now - self._canary_sent > limit:
             raise ConnectionLost(
-                f"nothing arrived on slot {self._settings.slot!r} for {silence:.0f} s, not even the message sent to test"
-                f" it; last position {format_lsn(self._stream.passed)}",
+                f"nothing arrived on slot {self._settings.slot!r} for {silence:.0f} s, not even the message sent to"
+                f" test it; last position {format_lsn(self._stream.passed)}",
                 hint="the connection is half-open (a firewall, a stopped walsender); it is made anew",
             )
 
