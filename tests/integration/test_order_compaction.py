@@ -156,7 +156,8 @@ def test_two_at_once_are_one_after_the_other(order: OrderBench) -> None:
             cursor.execute("DELETE FROM walstream.commit_order WHERE first_offset BETWEEN 20 AND 29")
             cursor.execute(
                 "INSERT INTO walstream.commit_order"
-                " (first_offset, events, last_lsn, min_seq, max_seq, generation, body) VALUES (20, 10, '0/1', 20, 29, 1, %s)",
+                " (first_offset, events, last_lsn, min_seq, max_seq, generation, body)"
+                " VALUES (20, 10, '0/1', 20, 29, 1, %s)",
                 (encode_body(merged),),
             )
         first.commit()

@@ -35,6 +35,7 @@ _SEGMENT: Final = 10_000
 _DETAILS: Final = 2_000  # rows whose size is asked for in one query
 
 _LEAST: Final = -(1 << 63)
+_MOST: Final = (1 << 63) - 1
 _EPOCH_US: Final = 946_684_800_000_000
 """2000-01-01 in microseconds since 1970 (see ``walstream.event.POSTGRES_EPOCH``)."""
 
@@ -222,11 +223,16 @@ def _chunks(
 ) -> Iterator[list[int]]:
     """The ledger's seqs from ``start`` on, ascending, ``size`` at once."""
     seq = spelled(quote(ledger.columns.seq))
-    bound = "" if through is None else f" AND {seq} <= %s"
-    statement = f"SELECT {seq} FROM {spelled(ledger.qualified)} WHERE {seq} >= %s{bound} ORDER BY {seq} LIMIT %s"
-    while True:
-        values = (start, size) if through is None else (start, through, size)
-        rows = query(connection, statement, values, doing=f"reading the seqs of {ledger.qualified} from {start} on")
+    # CAST, because the driver writes the least bigint as a numeric, for which no index on a bigint serves.
+    statement = (
+        f"SELECT {seq} FROM {spelled(ledger.qualified)} WHERE {seq} BETWEEN CAST(%s AS bigint) AND CAST(%s AS bigint)"
+        f" ORDER BY {seq} LIMIT %s"
+    )
+    last = _MOST if through is None else through
+    while start <= last:
+        rows = query(
+            connection, statement, (start, last, size), doing=f"reading the seqs of {ledger.qualified} from {start} on"
+        )
         seqs = [seq for (seq,) in rows]
         if seqs:
             yield seqs

@@ -83,7 +83,8 @@ def segments_with_seqs_between(connection: Connection, namespace: str, low: int,
         rows = query(
             connection,
             f"SELECT {COLUMNS} FROM {order_table(namespace)}"
-            " WHERE min_seq <= %s AND max_seq >= %s AND first_offset > %s ORDER BY first_offset + 0 LIMIT %s",
+            " WHERE min_seq <= CAST(%s AS bigint) AND max_seq >= CAST(%s AS bigint) AND first_offset > %s"
+            " ORDER BY first_offset + 0 LIMIT %s",
             (high, low, after, _PAGE),
             doing=f"reading the order of seqs {low} to {high}",
         )
