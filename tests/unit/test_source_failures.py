@@ -52,6 +52,7 @@ def test_every_kind_has_a_name_of_its_own_and_a_remedy() -> None:
         ("FATAL:  terminating connection due to administrator command", ConnectionLost),
         ("server closed the connection unexpectedly", ConnectionLost),
         ("error with status PGRES_COPY_BOTH and no message from the libpq", ConnectionLost),
+        ("no COPY in progress", ConnectionLost),  # after a server's orderly goodbye
         ("SSL SYSCALL error: EOF detected", ConnectionLost),
         ("SSL error: unexpected eof while reading", ConnectionLost),
         ("could not receive data from server: Connection timed out", Unavailable),

@@ -187,7 +187,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         ConnectionLost,
         "the connection broke; walstream connects again by itself",
         states=("08",),
-        bare=r"PGRES_|no message from the libpq|server closed the connection|connection reset|broken pipe|SSL SYSCALL|"
+        bare=r"PGRES_|no COPY in progress|no message from the libpq|server closed the connection|connection reset|"
+        r"broken pipe|SSL SYSCALL|"
         r"unexpected eof|SSL connection has been closed|could not (receive|send) data|no connection to the server|"
         r"connection (is |already |has been )?(closed|not open)|cursor already closed|lost synchronization|"
         r"connection not open|EOF detected|insufficient data|replication timeout|bad file descriptor",
@@ -275,7 +276,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         ConfigError,
         "this server does not know an option that walstream sends; PostgreSQL 14 or newer is needed",
         states=("22023", "0A000", "XX000"),
-        text='requested proto_version|protocol|pgoutput option|conflicting or redundant options|parameter "',
+        text="proto_version|protocol|pgoutput option|conflicting or redundant options|in the startup callback",
     ),
     Kind(
         "undecodable",
