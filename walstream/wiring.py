@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .config import Settings
-from .engine.host import Host, Ports
-from .engine.projector import Projector
-from .source.preflight import preflight
-from .source.stream import ReplicationStream
+from walstream.config import Settings
+from walstream.engine.host import Host
+from walstream.engine.ingest_supervisor import Ports
+from walstream.engine.projector import Projector
+from walstream.source.preflight import preflight
+from walstream.source.stream import ReplicationStream
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection

@@ -13,6 +13,7 @@ from walstream.engine.orderer import Orderer, Recovered
 from walstream.errors import Fenced
 from walstream.event import Commit, Row
 from walstream.order.buffer import HotBuffer
+from walstream.order.reconcile import MissingRow
 from walstream.order.seen import SeenSeqs
 from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot
@@ -122,7 +123,7 @@ def test_offsets_are_dense_and_in_commit_order(bench: Bench) -> None:
     bench.orderer.submit(burst((3, 300, [9])))
     assert bench.orderer.drain(5)
     assert bench.offsets() == [(1, 7), (2, 8), (3, 3), (4, 9)]
-    assert [segment.first_offset for segment in bench.store.segments][0] == 1
+    assert bench.store.segments[0].first_offset == 1
     assert bench.store.segments[-1].last_lsn == 330
 
 
@@ -207,7 +208,7 @@ def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
 def test_recovered_rows_are_durable_first_and_only_those_without_an_offset(bench: Bench) -> None:
     """Rule 11."""
     bench.orderer.submit(burst((1, 100, [1, 2])))
-    found = Recovered([2, 3, 4], [10, 10, 3000], threading.Event())
+    found = Recovered([MissingRow(seq, 10, 1, 0) for seq in (2, 3, 4)], threading.Event())
     bench.orderer.submit(found)
     assert found.done.wait(5)
     segment = bench.store.segments[-1]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import Fenced, WalstreamError
+from walstream.errors import Fenced, WalstreamError
 
 log = logging.getLogger("walstream.chores")
 
@@ -46,16 +46,21 @@ class Caretaker:
     Args:
         chores: what to do.
         fail: called with an error that must end the session.
+        stopping: set when the session ends; a chore that takes long looks at it.
         close: gives back what the chores share (their connection); called after each failure and at the end.
     """
 
     def __init__(
-        self, chores: list[Chore], fail: Callable[[BaseException], None], close: Callable[[], None] = lambda: None
+        self,
+        chores: list[Chore],
+        fail: Callable[[BaseException], None],
+        stopping: threading.Event,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._chores = chores
         self._fail = fail
         self._close = close
-        self._stopping = threading.Event()
+        self._stopping = stopping
         self._thread = threading.Thread(target=self._run, name="walstream-chores", daemon=True)
 
     def start(self) -> None:
@@ -65,11 +70,6 @@ class Caretaker:
         """Ask the chore at work to end, and wait for it a while."""
         self._stopping.set()
         self._thread.join(timeout)
-
-    @property
-    def stopping(self) -> threading.Event:
-        """Set when the session ends; a chore that takes long looks at it."""
-        return self._stopping
 
     def _run(self) -> None:
         try:

@@ -13,13 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..config import Columns
-from ..errors import DecodeError, LedgerError
-from ..event import Commit, Row
-from ..lsn import format_lsn
-from ..protocol.decoder import Decoder
-from ..protocol.ledger_row import BEGIN, COMMIT, INSERT, RowDecoder, compile_row_decoder, decode_begin, decode_commit
-from ..protocol.messages import Delete, Relation, Truncate, TupleData, Update
+from walstream.config import Columns
+from walstream.errors import DecodeError, LedgerError
+from walstream.event import Commit, Row
+from walstream.lsn import format_lsn
+from walstream.protocol.decoder import Decoder
+from walstream.protocol.ledger_row import (
+    BEGIN,
+    COMMIT,
+    INSERT,
+    RowDecoder,
+    compile_row_decoder,
+    decode_begin,
+    decode_commit,
+)
+from walstream.protocol.messages import Delete, Relation, Truncate, TupleData, Update
 
 Piece = tuple[Commit, int, int, int]
 """(commit, rows, end LSN or 0 if the commit goes on, ledger inserts of that commit up to here)."""

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import quote
-from ..errors import Fenced
+from walstream.config import quote
+from walstream.errors import Fenced
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor

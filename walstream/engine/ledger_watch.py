@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..config import Settings, quote
-from ..errors import LedgerError
-from ..protocol.messages import Relation
+from walstream.config import Settings, quote
+from walstream.errors import LedgerError
+from walstream.protocol.messages import Relation
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ..config import MiB, quote
-from ..errors import WalstreamError
-from ..lsn import format_lsn
-from ..order.segment import Segment
-from ..order.writer import OrderWriter, Snapshot
+from walstream.config import MiB, quote
+from walstream.errors import WalstreamError
+from walstream.lsn import format_lsn
+from walstream.order.segment import Segment
+from walstream.order.writer import OrderWriter, Snapshot
+
 from .intake import Violation
 from .leadership import Lease
 

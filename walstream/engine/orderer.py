@@ -22,10 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..event import Commit, Event, Row
-from ..order.buffer import HotBuffer
-from ..order.segment import Segment, size_codes
-from ..order.writer import Snapshot
+from walstream.event import Commit, Event, Row
+from walstream.order.buffer import HotBuffer
+from walstream.order.reconcile import MissingRow, recovered_segments
+from walstream.order.segment import Segment, size_codes
+from walstream.order.writer import Snapshot, Tail
+
 from .intake import Burst, Piece, Violation
 
 _NAP_FIRST = 0.0002
@@ -50,10 +52,12 @@ class KnownSeqs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Rows that the slot did not deliver, found by the reconciler, with the size of each payload in bytes."""
+    """Rows that the slot did not deliver, found by the reconciler, in the order that they are to get.
 
-    seqs: Sequence[int]
-    sizes: Sequence[int]
+    Without rows it is a mark: ``done`` is set when everything submitted before is ordered.
+    """
+
+    rows: Sequence[MissingRow]
     done: threading.Event
 
 
@@ -284,29 +288,15 @@ class Orderer:
 
     def _order_recovered(self, found: Recovered) -> None:
         """Rule 11: durable before anybody sees them, because no slot can derive them again."""
-        known = self._seen.known(found.seqs)
-        fresh = [(seq, size) for seq, size in zip(found.seqs, found.sizes, strict=True) if seq not in known]
-        if fresh:
-            seqs = [seq for seq, _ in fresh]
-            self._store.append(
-                Segment(
-                    first_offset=self._next,
-                    seqs=seqs,
-                    tx_sizes=[1] * len(seqs),
-                    commit_lsns=[0] * len(seqs),
-                    commit_times=[0] * len(seqs),
-                    sizes=size_codes([size for _, size in fresh]),
-                    last_lsn=self._last_lsn,
-                    partial_inserts=self._partial_inserts,
-                    recovered=True,
-                    generation=self._generation,
-                ),
-                durable=True,
-            )
-            self._seen.add(seqs)
-            self._next += len(seqs)
-            self.recovered += len(seqs)
-            self.events += len(seqs)
+        known = self._seen.known([row.seq for row in found.rows])
+        fresh = [row for row in found.rows if row.seq not in known]
+        tail = Tail(self._next, self._last_lsn, 0, self._partial_inserts or 0, None)
+        for segment in recovered_segments(fresh, tail, self._next, self._generation):
+            self._store.append(segment, durable=True)
+            self._seen.add(segment.seqs)
+            self._next = segment.next_offset
+            self.recovered += segment.events
+            self.events += segment.events
             self._buffer.skip(self._next)
         found.done.set()
         with self._changed:

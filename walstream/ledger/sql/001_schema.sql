@@ -1,6 +1,6 @@
--- Migration 001: walstream's own tables, in a schema of their own ($namespace). The ledger's table is made by
+-- Migration 001: walstream's own tables, in a schema of their own. The ledger's table is made by
 -- ledger.sql, and only where the user has none.
--- $namespace is replaced by the quoted schema name before this runs.
+-- The name of the schema is filled in, quoted, before this runs.
 
 CREATE TABLE $namespace.migrations (
     version    integer     PRIMARY KEY,
@@ -49,6 +49,7 @@ CREATE TABLE $namespace.ingest (
     state            text        NOT NULL DEFAULT 'stopped',
     error            text,
     confirmed_lsn    pg_lsn,                                -- acknowledged, or idle position written before it is
+    proven_seq       bigint,                                -- every ledger row up to here has an offset (reconciler)
     events           bigint      NOT NULL DEFAULT 0,
     recovered        bigint      NOT NULL DEFAULT 0,
     violations       bigint      NOT NULL DEFAULT 0

@@ -1,0 +1,171 @@
+"""Completeness: every committed ledger row gets an offset, also those that the slot did not deliver.
+
+A chore of the ingest session: the comparison itself is :mod:`walstream.order.reconcile`, and what it finds is handed to
+the orderer, which alone gives offsets. A pass compares what is not *proven* yet, so that its cost follows what is new
+and not the size of the ledger. "Proven up to seq N" takes two passes: N was the highest seq when the first one began,
+and every transaction that could hold a lower one was finished when the second began. Where seqs are not drawn one by
+one (a sequence with CACHE) nothing is proven and every pass compares everything; so does the first pass after somebody
+else has moved the slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from walstream.config import Settings, quote
+from walstream.errors import ConnectionLost
+from walstream.ledger.identity import Identity
+from walstream.order.reconcile import MissingRow, in_commit_order, missing_seqs
+from walstream.order.table import ordered_seqs, query
+
+from .ingest import IngestSession
+from .orderer import Orderer, Recovered
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+log = logging.getLogger("walstream.reconciler")
+
+_POLL = 0.02
+
+
+class Reconciler:
+    """Compares ledger and order, a pass a call.
+
+    Args:
+        settings, identity: of the ledger.
+        session, orderer: of the ingest it works for.
+        generation: of that ingest.
+        connection: gives the connection for the comparison (in autocommit).
+        stopping: set when the session ends.
+        everything: begin with the whole ledger, whatever was proven before.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        session: IngestSession,
+        orderer: Orderer,
+        generation: int,
+        connection: Callable[[], Connection],
+        stopping: threading.Event,
+        *,
+        everything: bool,
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._session = session
+        self._orderer = orderer
+        self._generation = generation
+        self._connection = connection
+        self._stopping = stopping
+        self._everything = everything
+        self._candidate: tuple[int, int] | None = None  # (highest seq, xmax) when the last pass began
+
+    def run(self) -> None:
+        """One pass.
+
+        Raises:
+            WalstreamError: of the connection; the pass is repeated later, and nothing was lost by that.
+        """
+        connection = self._connection()
+        settings = self._settings
+        top, xmin, xmax = self._look(connection)
+        proven = None if self._everything else self._proven(connection)
+        recovered = 0
+        for seqs in missing_seqs(
+            connection,
+            settings.ledger,
+            lambda wanted: ordered_seqs(connection, settings.namespace, wanted),
+            wait=self._wait,
+            floor_seq=self._identity.floor_seq,
+            after_seq=proven,
+        ):
+            rows = in_commit_order(connection, settings.ledger, seqs)
+            self._order(rows)
+            recovered += len(rows)
+            log.warning(
+                "%d rows between seq %d and %d had no offset and got one now, flagged recovered: the slot %r did not"
+                " deliver them",
+                len(rows),
+                seqs[0],
+                seqs[-1],
+                settings.slot,
+            )
+        if recovered:
+            log.warning("the reconciler recovered %d events in all", recovered)
+        if self._candidate is not None and self._candidate[1] <= xmin and self._drawn_one_by_one(connection):
+            self._prove(connection, self._candidate[0])
+        self._candidate = None if top is None else (top, xmax)
+        self._everything = False
+
+    # -- what it asks the server ----------------------------------------------------------------------------------
+
+    def _look(self, connection: Connection) -> tuple[int | None, int, int]:
+        ledger = self._settings.ledger
+        rows = query(
+            connection,
+            # The snapshot first: a seq that is drawn after it belongs to a transaction at or behind its xmax.
+            "WITH s AS MATERIALIZED (SELECT pg_current_snapshot() AS s)"
+            f" SELECT (SELECT max({_sql(quote(ledger.columns.seq))}) FROM {_sql(ledger.qualified)}),"
+            " pg_snapshot_xmin(s)::text::bigint, pg_snapshot_xmax(s)::text::bigint FROM s",
+            doing="looking at the end of the ledger",
+        )
+        top, xmin, xmax = rows[0]
+        return (None if top is None else int(top)), int(xmin), int(xmax)
+
+    def _proven(self, connection: Connection) -> int | None:
+        rows = query(
+            connection,
+            f"SELECT proven_seq FROM {_sql(quote(self._settings.namespace))}.ingest",
+            doing="reading how far the order is proven",
+        )
+        return rows[0][0] if rows else None
+
+    def _drawn_one_by_one(self, connection: Connection) -> bool:
+        ledger = self._settings.ledger
+        rows = query(
+            connection,
+            "SELECT s.seqcache = 1 AND s.seqincrement > 0 FROM pg_sequence s"
+            " WHERE s.seqrelid = pg_get_serial_sequence(%s, %s)::regclass",
+            (ledger.qualified, ledger.columns.seq),
+            doing="looking at the ledger's sequence",
+        )
+        return rows == [(True,)]
+
+    def _prove(self, connection: Connection, seq: int) -> None:
+        with connection.cursor() as cur:
+            cur.execute(
+                f"UPDATE {quote(self._settings.namespace)}.ingest SET proven_seq = GREATEST(proven_seq, %s)"
+                " WHERE generation = %s AND proven_seq IS DISTINCT FROM GREATEST(proven_seq, %s)",
+                (seq, self._generation, seq),
+            )
+
+    # -- what it asks of ingest -----------------------------------------------------------------------------------
+
+    def _wait(self, position: int) -> None:
+        """Until everything that the slot delivers up to ``position`` has been ordered."""
+        while self._session.handed_over < position:
+            self._check()
+            self._stopping.wait(_POLL)
+        self._order(())
+
+    def _order(self, rows: tuple[MissingRow, ...] | list[MissingRow]) -> None:
+        """Have rows ordered behind all that was submitted before; without rows, only wait for that."""
+        found = Recovered(rows, threading.Event())
+        self._orderer.submit(found)
+        while not found.done.wait(_POLL):
+            self._check()
+
+    def _check(self) -> None:
+        if self._stopping.is_set() or self._orderer.error is not None:
+            raise ConnectionLost("the ingest session ended while ledger and order were compared")
+
+
+def _sql(text: str) -> str:
+    """For a statement with parameters: the driver reads ``%`` as the mark of one."""
+    return text.replace("%", "%%")
