@@ -199,14 +199,15 @@ class Cursors:
         if cur.rowcount == 0:
             raise self._fenced()
 
-    def set_state(self, cur: Cursor, state: str, error: str | None, offset: int | None) -> bool:
-        """Write down what the projector is doing; ``False`` if another process runs it now."""
+    def set_state(self, cur: Cursor, state: str, error: str | None, offset: int | None, *, force: bool = False) -> None:
+        """Write down what the projector is doing, unless another process runs it now. A halt that is written down
+        stays, unless ``force``: it is a lane's or an operator's to lift, and this may be older news.
+        """
         cur.execute(
             f"UPDATE {self._schema}.projectors SET state = %s, error = %s, error_offset = %s, updated_at = now()"
-            " WHERE name = %s AND generation = %s",
-            (state, error, offset, self._projector, self._generation),
+            " WHERE name = %s AND generation = %s AND (state <> 'halted' OR %s)",
+            (state, error, offset, self._projector, self._generation, force),
         )
-        return bool(cur.rowcount == 1)
 
     # -- why a step was refused ------------------------------------------------------------------------------------
 

@@ -37,9 +37,9 @@ class Duty:
         error: why the lanes ended, if not because they were told to.
     """
 
-    def __init__(self, runner: ProjectorRunner, generation: int) -> None:
+    def __init__(self, runner: ProjectorRunner, generation: int, term: int) -> None:
         self._runner = runner
-        self.generation = generation
+        self.term = term
         self.options = runner.options
         self.metrics = runner.services.metrics
         namespace, name = runner.services.namespace, runner.options.name
@@ -54,7 +54,7 @@ class Duty:
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if the lane shall leave its work."""
-        if self._over or not self._runner.is_current(self.generation):
+        if self._over or not self._runner.is_current(self.term):
             raise Interrupted
 
     def sleep(self, seconds: float) -> None:
@@ -65,7 +65,7 @@ class Duty:
             left = until - time.monotonic()
             if left <= 0:
                 return
-            self._runner.wait_while_current(self.generation, min(left, _LOOK_SECONDS))
+            self._runner.wait_while_current(self.term, min(left, _LOOK_SECONDS))
 
     def open_source(self) -> EventSource:
         return self._runner.services.open_source()

@@ -148,8 +148,8 @@ class Keeper:
                 if now >= poll_at:
                     poll_at = now + self._poll_seconds
                     self._register(cur)
+                    self._read_wishes(cur)  # before the lease: one that is to be paused must not begin
                     self._take_and_renew(cur)
-                    self._read_wishes(cur)
                 self._write_states(cur)
             self.connected = True
             self._stopping.wait(min(_STATE_SECONDS, self._poll_seconds))
@@ -173,18 +173,16 @@ class Keeper:
         for charge in self._charges:
             runner, lease = charge.runner, charge.lease
             now = time.monotonic()
-            if runner.stopping:
-                continue
-            if charge.held and runner.generation == lease.generation and runner.generation:
+            if charge.held and runner.generation == lease.generation:
                 if now < charge.renew_at:
                     continue
                 if lease.renew(cur):
                     charge.renew_at = now + self._lease_seconds / 3
-                    runner.take_over(lease.generation, now + self._lease_seconds)
+                    runner.prolong(now + self._lease_seconds)
                     continue
                 log.warning("%s", lease.fenced())
             charge.held = False
-            generation = lease.acquire(cur)
+            generation = None if runner.stopping else lease.acquire(cur)
             if generation is None:
                 runner.give_up()
                 if not charge.stood_by:
@@ -193,10 +191,12 @@ class Keeper:
                 continue
             charge.held = True
             charge.stood_by = False
-            charge.written = None
+            charge.written = ("starting", None, None)
+            # Before the runner hears of it: what its lanes write down after this is newer.
+            Cursors(self._namespace, charge.name, generation).set_state(cur, *charge.written, force=True)
             charge.renew_at = now + self._lease_seconds / 3
             log.debug("projector %r: generation %d is ours", charge.name, generation)
-            runner.take_over(generation, now + self._lease_seconds)
+            runner.appoint(generation, now + self._lease_seconds)
 
     def _read_wishes(self, cur: Cursor) -> None:
         cur.execute(f"SELECT name, desired, state FROM {self._schema}.projectors")
@@ -220,9 +220,7 @@ class Keeper:
             state = charge.runner.state
             if not charge.held or state == charge.written or state[0] == "standby":
                 continue
-            if not Cursors(self._namespace, charge.name, charge.lease.generation).set_state(cur, *state):
-                charge.held = False
-                continue
+            Cursors(self._namespace, charge.name, charge.lease.generation).set_state(cur, *state)
             charge.written = state
 
     def _say_goodbye(self, connection: Connection) -> None:

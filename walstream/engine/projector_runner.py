@@ -1,7 +1,7 @@
 """One projector in this process: whether it is our turn, and its lanes while it is.
 
 Somebody else (the group's keeper) holds the lease and reads what the operator wants; it tells this runner through
-:meth:`ProjectorRunner.take_over`, :meth:`ProjectorRunner.give_up` and the like. A lane looks at all of that between two
+:meth:`ProjectorRunner.appoint`, :meth:`ProjectorRunner.give_up` and the like. A lane looks at all of that between two
 batches, in :meth:`Duty.check`.
 """
 
@@ -80,6 +80,7 @@ class ProjectorRunner:
         self.loop = LoopThread(f"walstream-{options.name}-loop")
         self._changed = threading.Condition()
         self._generation = 0
+        self._term = 0
         self._lease_ends = 0.0
         self._paused = False
         self._stopping = False
@@ -101,12 +102,19 @@ class ProjectorRunner:
         """Under which this process runs it; 0 while it is not this process's turn."""
         return self._generation
 
-    def take_over(self, generation: int, ends: float) -> None:
-        """The lease was taken, or renewed; it ends at ``ends`` on the monotonic clock."""
+    def appoint(self, generation: int, ends: float) -> None:
+        """The lease was taken; it ends at ``ends`` on the monotonic clock. A new term begins, whatever the generation:
+        the rows of a projector that was removed and registered again count theirs from the start."""
         with self._changed:
+            self._term += 1
             self._generation = generation
             self._lease_ends = ends
             self._changed.notify_all()
+
+    def prolong(self, ends: float) -> None:
+        """The lease was renewed."""
+        with self._changed:
+            self._lease_ends = ends
 
     def give_up(self) -> None:
         """The lease is lost."""
@@ -203,7 +211,7 @@ class ProjectorRunner:
                     self._changed.wait_for(lambda: self._stopping or self._may_work())
                     if self._stopping:
                         return
-                    duty = self._duty = Duty(self, self._generation)
+                    duty = self._duty = Duty(self, self._generation, self._term)
                     self._trouble = None
                 duty.work()
                 duty.wait_for_lanes()
@@ -214,26 +222,27 @@ class ProjectorRunner:
     def _may_work(self) -> bool:
         return bool(self._generation) and not self._paused and self._halted is None
 
-    def is_current(self, generation: int) -> bool:
-        """Whether lanes of this generation may go on."""
+    def is_current(self, term: int) -> bool:
+        """Whether lanes of this term may go on."""
         return (
-            self._generation == generation
+            self._term == term
+            and self._generation != 0
             and not (self._stopping or self._paused)
             and self._halted is None
             and time.monotonic() < self._lease_ends
         )
 
-    def wait_while_current(self, generation: int, seconds: float) -> None:
-        """Sleep; ends early when lanes of this generation must leave."""
+    def wait_while_current(self, term: int, seconds: float) -> None:
+        """Sleep; ends early when lanes of this term must leave."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.is_current(generation), seconds)
+            self._changed.wait_for(lambda: not self.is_current(term), seconds)
 
     def _conclude(self, duty: Duty) -> None:
         """What the end of the lanes' work means."""
         error = duty.error
         with self._changed:
-            lapsed = self._generation == duty.generation and time.monotonic() >= self._lease_ends
-            if lapsed or (isinstance(error, Fenced) and self._generation == duty.generation):
+            lapsed = time.monotonic() >= self._lease_ends
+            if self._term == duty.term and (lapsed or isinstance(error, Fenced)):
                 self._generation = 0  # wait for the keeper's next word
         if error is None:
             self._failures = 0

@@ -1,0 +1,218 @@
+"""One projector, several processes, lost connections, operators: whoever is not in charge writes nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Database
+from tests.integration.test_runner_failures import Effect, effects
+from tests.runner_world import World, eventually, world_of
+from walstream.engine.context import Context
+from walstream.engine.projector import FunctionProjector
+from walstream.errors import ConfigError
+from walstream.event import Event
+from walstream.testing import FaultyProjector
+
+
+@pytest.fixture
+def world(database: Database) -> Iterator[World]:
+    with world_of(database) as made:
+        made.execute("CREATE TABLE public.effect (n bigserial, projector text, event_offset bigint)")
+        yield made
+
+
+def end_sessions(world: World, role: str) -> int:
+    """End the server processes of one role; return how many there were."""
+    rows = world.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+        " AND application_name = %s",
+        f"walstream:walstream:{role}",
+    )
+    return len(rows)
+
+
+def test_the_second_stands_by_and_takes_over(world: World) -> None:
+    first, second = Effect("p"), Effect("p")
+    last = world.add_many(10)
+    one = world.start(first)
+    eventually(lambda: world.reached("p", last))
+    other = world.start(second)
+    eventually(lambda: other.states()["p"][0] == "standby" and other.healthy)
+    more = world.add_many(10)
+    eventually(lambda: world.reached("p", more))
+    assert second.tries == []
+    one.stop(5)
+    final = world.add_many(10)
+    eventually(lambda: world.reached("p", final), timeout=1.9)  # at once, not when the lease runs out
+    assert effects(world, "p") == list(range(1, final + 1))
+
+
+def test_the_late_write_of_the_one_that_was_replaced_is_refused(world: World) -> None:
+    """A stopped process: it has done its part of the transaction, and is gone for longer than its lease."""
+    slow, quick = Effect("p"), Effect("p")
+    held, release = threading.Event(), threading.Event()
+
+    def hold(event: Event, ctx: Context) -> None:
+        del event, ctx
+        held.set()
+        release.wait(30)
+
+    slow.effect = hold  # type: ignore[method-assign]
+    last = world.add_many(5)
+    one = world.start(slow)
+    assert held.wait(10)
+    # What stops a whole process is played by keeping it from renewing, and its lease has run out.
+    one._keeper._stopping.set()
+    one._keeper._thread.join(10)
+    world.start(quick)
+    eventually(lambda: world.reached("p", last))
+    release.set()
+    eventually(lambda: one.states()["p"][0] == "standby")
+    assert world.positions("p") == [last]
+    assert effects(world, "p") == list(range(1, last + 1))
+
+
+def test_an_external_one_that_was_replaced_redelivers_with_the_same_keys(world: World) -> None:
+    slow, quick = FaultyProjector("p"), FaultyProjector("p")
+    slow.open.clear()
+    last = world.add_many(5)
+    one = world.start(slow)
+    eventually(lambda: slow.batches)
+    one._keeper._stopping.set()
+    one._keeper._thread.join(10)
+    world.start(quick)
+    eventually(lambda: world.reached("p", last))
+    slow.open.set()
+    eventually(lambda: one.states()["p"][0] == "standby")
+    assert slow.keys == quick.keys
+    assert world.positions("p") == [last]
+
+
+@pytest.mark.parametrize("role", ["p", "projectors"])
+def test_a_lost_connection_loses_and_doubles_nothing(world: World, role: str) -> None:
+    projector = Effect("p", retry_first=0.01)
+    group = world.start(projector)
+    last = 0
+    for _ in range(5):
+        last = world.add_many(30)
+        eventually(lambda: end_sessions(world, role))
+    eventually(lambda: world.reached("p", last))
+    assert effects(world, "p") == list(range(1, last + 1))
+    assert world.parked("p") == []
+    eventually(lambda: group.healthy)
+
+
+def test_a_connection_lost_in_mid_transaction_is_not_the_events_fault(world: World) -> None:
+    lost: list[int] = []
+
+    def work(event: Event, ctx: Context) -> None:
+        ctx.cursor.execute("INSERT INTO effect (projector, event_offset) VALUES ('work', %s)", (event.offset,))
+        if event.offset == 5 and len(lost) < 4:
+            lost.append(end_sessions(world, "work"))
+
+    last = world.add_many(10)
+    world.start(FunctionProjector(work, transactional=True, max_attempts=1))
+    eventually(lambda: world.reached("work", last))
+    assert lost == [1, 1, 1, 1]
+    assert world.parked("work") == []
+    assert effects(world, "work") == list(range(1, last + 1))
+
+
+def test_paused_it_reads_nothing_and_goes_on_where_it_was(world: World) -> None:
+    projector = FaultyProjector("p")
+    group = world.start(projector)
+    last = world.add_many(5)
+    eventually(lambda: world.reached("p", last))
+    world.execute("UPDATE walstream.projectors SET desired = 'paused'")
+    eventually(lambda: world.state("p") == "paused")
+    more = world.add_many(5)
+    with pytest.raises(AssertionError):
+        eventually(lambda: len(projector.tries) > last, timeout=0.5)
+    group.stop(5)
+    again = FaultyProjector("p")
+    world.start(again)
+    eventually(lambda: world.state("p") == "paused")
+    assert again.tries == []
+    world.execute("UPDATE walstream.projectors SET desired = 'running'")
+    eventually(lambda: world.reached("p", more))
+    assert again.done == list(range(last + 1, more + 1))
+
+
+def test_paused_in_the_middle_of_its_retries(world: World) -> None:
+    world.add("x")
+    group = world.start(FaultyProjector("p", lambda _e, _t: ValueError("no"), max_attempts=1000, retry_first=0.05))
+    eventually(lambda: world.state("p") == "retrying")
+    world.execute("UPDATE walstream.projectors SET desired = 'paused'")
+    eventually(lambda: world.state("p") == "paused")
+    assert world.parked("p") == []
+    assert group.stop(2)
+
+
+def test_a_cursor_that_an_operator_moved_is_read_again(world: World) -> None:
+    projector = FaultyProjector("p")
+    world.start(projector)
+    last = world.add_many(5)
+    eventually(lambda: world.reached("p", last))
+    world.execute("UPDATE walstream.projectors SET generation = generation + 1")
+    world.execute("UPDATE walstream.cursors SET position = 2")
+    more = world.add_many(2)
+    eventually(lambda: world.reached("p", more))
+    assert projector.done[-5:] == [3, 4, 5, 6, 7]
+    assert projector.keys[-5:-2] == projector.keys[2:5]
+
+
+def test_a_projector_that_was_removed_while_it_ran_begins_anew(world: World) -> None:
+    projector = FaultyProjector("p")
+    world.start(projector)
+    last = world.add_many(3)
+    eventually(lambda: world.reached("p", last))
+    world.execute("DELETE FROM walstream.projectors WHERE name = 'p'")
+    eventually(lambda: projector.done == [1, 2, 3, 1, 2, 3] and world.reached("p", last))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_the_number_of_lanes_changes_at_a_common_offset(world: World, before: int, after: int) -> None:
+    first = world.start(Effect("p", lanes=before))
+    last = world.add_many(100, sessions=8)
+    eventually(lambda: len(world.positions("p")) == before and world.reached("p", last))
+    first.stop(5)
+    world.add_many(100, sessions=8)
+    if before > 1:  # as a crash leaves them: one lane far ahead, another behind
+        world.execute("UPDATE walstream.cursors SET position = position + 60 WHERE lane = 1")
+        lane_one = {event.offset for event in world.events() if _lane(event, before) == 1}
+        for offset in sorted(lane_one & set(range(last + 1, last + 61))):
+            world.execute("INSERT INTO public.effect (projector, event_offset) VALUES ('p', %s)", offset)
+    final = world.add_many(100, sessions=8)
+    world.start(Effect("p", lanes=after))
+    eventually(lambda: len(world.positions("p")) == after and world.reached("p", final))
+    seen = effects(world, "p")
+    assert sorted(seen) == list(range(1, final + 1))
+    by_session: dict[str, list[int]] = {}
+    events = {event.offset: event for event in world.events()}
+    for offset in seen:
+        by_session.setdefault(events[offset].session_id, []).append(offset)
+    assert all(offsets == sorted(offsets) for offsets in by_session.values())
+    assert world.execute("SELECT lanes, target_lanes FROM walstream.projectors") == [(after, after)]
+
+
+def _lane(event: Event, lanes: int) -> int:
+    from walstream.engine.lanes import lane_of
+
+    return lane_of(event.session_id.encode(), lanes)
+
+
+def test_two_projectors_of_one_name_are_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match="two projectors are called 'p'"):
+        world.group(FaultyProjector("p"), FaultyProjector("p"))
+
+
+def test_the_configuration_has_the_last_word(world: World) -> None:
+    last = world.add_many(40)
+    projector = FaultyProjector("p", batch=5)
+    world.start(projector, projectors={"p": {"batch": 2, "start": 31}})
+    eventually(lambda: world.reached("p", last))
+    assert projector.done == list(range(31, last + 1))
+    assert max(map(len, projector.batches)) == 2

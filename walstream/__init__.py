@@ -1,0 +1,42 @@
+"""walstream: tails an append-only Postgres ledger of agent events and drives projectors.
+
+The public names are the ones below; everything else may change between releases.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from walstream.engine.context import Context as Context
+    from walstream.engine.projector import FunctionProjector as FunctionProjector
+    from walstream.engine.projector import Projector as Projector
+    from walstream.errors import RetryLater as RetryLater
+    from walstream.errors import WalstreamError as WalstreamError
+    from walstream.event import Event as Event
+    from walstream.stream import Stream as Stream
+
+# Loaded when they are first asked for, so that `import walstream` (and the command line) stays quick.
+_HOMES = {
+    "Context": "walstream.engine.context",
+    "Event": "walstream.event",
+    "FunctionProjector": "walstream.engine.projector",
+    "Projector": "walstream.engine.projector",
+    "RetryLater": "walstream.errors",
+    "Stream": "walstream.stream",
+    "WalstreamError": "walstream.errors",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,142 @@
+"""The stream as a program sees it: projectors are added, then it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from walstream.config import Settings, load
+from walstream.engine.projector import FunctionProjector, Projector
+
+if TYPE_CHECKING:
+    from walstream.engine.host import Host
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Projector = TypeVar("_Projector", bound=Projector)
+
+
+class Stream:
+    """One ledger's stream: its settings, and the projectors that this program runs on it.
+
+    Args:
+        dsn: the ledger's database. It, and every other setting, may come from the configuration instead, which wins
+            over what is given here (docs/operations.md, "Configuration").
+        settings: any field of :class:`walstream.config.Settings`.
+
+    Example::
+
+        from walstream import Stream
+
+        stream = Stream("postgresql:///app")
+
+        @stream.on("handoff.emitted")
+        def route(event):
+            print(event.payload["to"])
+
+        if __name__ == "__main__":
+            raise SystemExit(stream.run())
+    """
+
+    def __init__(self, dsn: str | None = None, **settings: Any) -> None:
+        self._arguments = {"dsn": dsn, **settings}
+        self._projectors: list[Projector] = []
+        self._host: Host | None = None
+
+    @property
+    def projectors(self) -> Sequence[Projector]:
+        """What was added, in that order."""
+        return tuple(self._projectors)
+
+    def on(self, *event_types: str, **options: Any) -> Callable[[_Function], _Function]:
+        """Decorate a function, plain or async, of ``(event)`` or ``(event, ctx)``, to be called for each event.
+
+        Args:
+            event_types: which ones; none means all.
+            options: of the projector that it becomes (``name``, ``transactional``, ``start``, …; see
+                :class:`walstream.Projector`). Its name is the function's unless given.
+
+        Raises:
+            ConfigError: an option is unknown, or the function takes other arguments.
+        """
+
+        def add(function: _Function) -> _Function:
+            self.add(FunctionProjector(function, event_types, **options))
+            return function
+
+        return add
+
+    def add(self, projector: _Projector) -> _Projector:
+        """Run ``projector`` with this stream; returns it."""
+        self._projectors.append(projector)
+        return projector
+
+    def settings(self, flags: Mapping[str, Any] | None = None, *, file: Path | None = None) -> Settings:
+        """The settings from all sources: flags, environment, file, and what this stream was made with.
+
+        Raises:
+            ConfigError: see :func:`walstream.config.load`.
+        """
+        return load(flags, file=file, arguments=self._arguments)
+
+    def run(self, *, ingest: bool = True) -> int:
+        """Run until SIGINT or SIGTERM, or until something ends it; return the exit code (``walstream.errors.ExitCode``).
+
+        Args:
+            ingest: ``False`` only runs the projectors; ingest then runs in another process.
+
+        Raises:
+            WalstreamError: it cannot start, or what ended it.
+        """
+        from walstream.wiring import make_host
+
+        host = make_host(self.settings(), self._projectors, ingest=ingest)
+        return run_host(host)
+
+    async def __aenter__(self) -> Stream:
+        """Start ingest and projectors in threads of their own, inside an application with its own event loop.
+
+        Raises:
+            WalstreamError: it cannot start.
+        """
+        from walstream.wiring import make_host
+
+        self._host = make_host(self.settings(), self._projectors)
+        await asyncio.to_thread(self._host.start)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            await asyncio.to_thread(host.stop)
+
+
+def run_host(host: Host) -> int:
+    """Run a host in the foreground until a signal or its own end; return its exit code.
+
+    Raises:
+        WalstreamError: what ended it.
+    """
+    previous: dict[signal.Signals, Any] = {}
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        host.request_stop()
+
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        host.start()
+        host.wait()
+    finally:
+        host.stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if host.error is not None:
+        raise host.error
+    return int(host.exit_code)
