@@ -84,7 +84,7 @@ class Stream:
         return load(flags, file=file, arguments=self._arguments)
 
     def run(self, *, ingest: bool = True) -> int:
-        """Run until SIGINT or SIGTERM, or until something ends it; return the exit code (``walstream.errors.ExitCode``).
+        """Run until SIGINT or SIGTERM, or until something ends it; return the exit code (see ``ExitCode``).
 
         Args:
             ingest: ``False`` only runs the projectors; ingest then runs in another process.

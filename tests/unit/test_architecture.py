@@ -30,7 +30,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ledger": (*LEAVES, "protocol", "source.connection"),
     "guard": (*LEAVES, "protocol"),
     "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection", "source.failures"),
-    PUBLIC: (*LEAVES, "engine"),
+    PUBLIC: (*LEAVES, "engine", "stream"),
+    "stream": (*LEAVES, "engine", "wiring"),
+    "wiring": (*LEAVES, "engine", "source"),
+    "plugins": (*LEAVES, "engine", "stream"),
+    "__main__": ("cli",),
     "projectors": (PUBLIC,),
     "postgres": LEAVES,
     "testing": (*LEAVES, PUBLIC, "engine"),
@@ -40,7 +44,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 # Other people's packages that only some rooms may know. Whatever is not named here is free, except to `protocol`.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "psycopg2": ("source", "order", "ledger", "guard", "engine", "projectors", "postgres", "cli", "demo", PUBLIC),
+    "psycopg2": (
+        "source",
+        "order",
+        "ledger",
+        "guard",
+        "engine",
+        "wiring",
+        "projectors",
+        "postgres",
+        "cli",
+        "demo",
+        PUBLIC,
+    ),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli", "demo"),

@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 # Each exposes `register(app: typer.Typer) -> None`. The order is the order of `walstream --help`.
-COMMANDS: Final[tuple[str, ...]] = ("status", "import_", "tail", "demo", "projectors", "parked", "adopt")
+COMMANDS: Final[tuple[str, ...]] = (
+    "init",
+    "doctor",
+    "run",
+    "status",
+    "import_",
+    "tail",
+    "demo",
+    "projectors",
+    "parked",
+    "adopt",
+)
 
 INTERRUPTED: Final = 130
 """128 + SIGINT, what a shell reports for Ctrl-C."""
@@ -66,7 +77,7 @@ app = typer.Typer(
     epilog="Settings come from flags, WALSTREAM_… variables and walstream.toml, in that order.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,  # they print local variables, and a DSN with its password can be one
     context_settings={"help_option_names": ["-h", "--help"]},
 )

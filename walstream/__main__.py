@@ -1,0 +1,5 @@
+"""``python -m walstream``: the same as the console script."""
+
+from walstream.cli import main
+
+main()
