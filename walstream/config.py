@@ -102,6 +102,15 @@ class Settings(_Model):
             raise ValueError("a connection string is one line")
         return value
 
+    @field_validator("namespace")
+    @classmethod
+    def _namespace_is_a_name(cls, value: str) -> str:
+        # It stands in every statement, and the driver reads `%` in those that have parameters. The ledger's own names
+        # may hold it: the statements with them are written for it.
+        if not 1 <= len(value.encode()) <= 63 or "%" in value or "\0" in value:
+            raise ValueError("a schema's name has 1 to 63 bytes, and none of them is % or NUL")
+        return value
+
     def require_dsn(self) -> str:
         """Return the connection string.
 

@@ -13,7 +13,7 @@ from walstream.config import Settings, quote
 from walstream.errors import ConfigError
 from walstream.ledger import schema
 
-ODD = 'my "odd" $namespace, 100 %'
+ODD = 'my "odd" $namespace'
 CATALOG = """
     SELECT c.relkind::text, c.relname::text, c.relpersistence::text, pg_get_indexdef(c.oid),
            (SELECT array_agg(format('%%s %%s %%s %%s %%s', a.attname, format_type(a.atttypid, a.atttypmod),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import typer
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from walstream.errors import WalstreamError
 
 _json: ContextVar[bool] = ContextVar("walstream_json", default=False)
+
+PIPE_WIDTH: Final = 160
 
 # A last net under everything that is printed about an error. Messages are written without the DSN in the first place,
 # but a driver quotes what it could not parse. In a URI the password stands between the first colon and the last @ of
@@ -52,14 +55,19 @@ def out() -> Console:
     """Console on standard output. Asked for anew each time, because tests and pipes exchange ``sys.stdout``."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, width=_width(sys.stdout))
 
 
 def err() -> Console:
     """Console on standard error: progress, notes, questions."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return Console(stderr=True, highlight=False, width=_width(sys.stderr))
+
+
+def _width(stream: TextIO) -> int | None:
+    """A pipe has no width of its own; rich would take 80 and break what a script or a pager wants whole."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
 
 
 def person_reads() -> bool:

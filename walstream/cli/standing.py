@@ -209,7 +209,7 @@ def _age_of(conn: Connection, settings: Settings, offset: int) -> float | None:
     The commit's time stands in the order. A recovered event has none there; the row's own ``created_at`` is the time
     its transaction began, and comes close.
     """
-    from walstream.order.table import COLUMNS, order_table, query, segment_of
+    from walstream.order.table import COLUMNS, order_table, query, segment_of, spelled
 
     rows = query(
         conn,
@@ -233,11 +233,11 @@ def _age_of(conn: Connection, settings: Settings, offset: int) -> float | None:
         )
         return max(0.0, float(now_us - time_us) / 1e6)
     ledger = settings.ledger
-    created_at = quote(ledger.columns.created_at)
+    created_at, seq = spelled(quote(ledger.columns.created_at)), spelled(quote(ledger.columns.seq))
     ages = query(
         conn,
-        f"SELECT extract(epoch FROM clock_timestamp() - {created_at})::float8 FROM {ledger.qualified}"
-        f" WHERE {quote(ledger.columns.seq)} = %s AND isfinite({created_at})",
+        f"SELECT extract(epoch FROM clock_timestamp() - {created_at})::float8 FROM {spelled(ledger.qualified)}"
+        f" WHERE {seq} = %s AND isfinite({created_at})",
         (segment.seqs[index],),
         doing=f"reading the ledger's row {segment.seqs[index]}",
     )

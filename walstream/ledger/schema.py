@@ -145,10 +145,17 @@ def statements(namespace: str, version: int = 0) -> list[str]:
     return scripts
 
 
+def line_up(cur: Cursor, namespace: str) -> None:
+    """Wait until nobody else sets this schema up; holds until the end of the caller's transaction."""
+    cur.execute(
+        "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%s, 0))", (f"walstream:{namespace}",)
+    )
+
+
 def install(conn: Connection, namespace: str) -> int:
     """Bring the schema up to date in one transaction; return how many migrations ran.
 
-    Safe to call by several processes at once: an advisory lock of the transaction lines them up.
+    Safe to call by several processes at once.
 
     Raises:
         ConfigError: a schema of that name is somebody else's.
@@ -159,10 +166,7 @@ def install(conn: Connection, namespace: str) -> int:
     conn.autocommit = False
     try:
         with conn, conn.cursor() as cur:
-            cur.execute(
-                "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%s, 0))",
-                (f"walstream:{namespace}",),
-            )
+            line_up(cur, namespace)
             version = installed_version(cur, namespace)
             for script in statements(namespace, version):
                 cur.execute(script)

@@ -1,5 +1,5 @@
 -- The ledger's own table, as the source design has it; made only where it does not exist yet.
--- $table and the $column names are replaced, quoted, before this runs.
+-- The names of the table and of its columns are filled in, quoted, before this runs.
 CREATE TABLE $table (
     $seq          bigserial   PRIMARY KEY,
     $session_id   uuid        NOT NULL,

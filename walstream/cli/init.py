@@ -1,0 +1,317 @@
+"""``walstream init``: tables, publication, then slot; as often as you like."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from walstream.errors import ConfigError, Unavailable
+
+from . import console
+from .options import Json, takes_settings
+from .session import LOCK_TIMEOUT, database
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+    from walstream.config import Settings
+
+    from .birth import Born
+    from .plan import Plan
+
+# `local`: a synchronous standby that is away must not hold set-up for ever; whatever is lost with the primary is made
+# again by the next `walstream init`. `off` is not needed: what has to be quick commits rarely here.
+_SESSION: Final = {"default_transaction_isolation": "read committed", "synchronous_commit": "local"}
+
+_SIZE: Final = re.compile(r"^[1-9][0-9]{0,8}(kB|MB|GB|TB)$")
+"""A size as the server takes it (documentation, 20.1.1 "Parameter Names and Values"), so that it can be quoted."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(init)
+
+
+@takes_settings
+def init(
+    settings: Settings,
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what is missing, and change nothing.")] = False,
+    sql: Annotated[
+        bool,
+        typer.Option("--sql", help="Print what is missing as a script for psql; without a database, everything."),
+    ] = False,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="now", help="now: rows that stand in the table already are never events."),
+    ] = None,
+    slot_wal_keep: Annotated[
+        str | None,
+        typer.Option("--slot-wal-keep", metavar="SIZE", help="Set max_slot_wal_keep_size, such as 10GB."),
+    ] = None,
+    grants: Annotated[
+        str | None, typer.Option("--grants", metavar="ROLE", help="Grant ROLE what `walstream run` needs.")
+    ] = None,
+    wait: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="How long the slot may wait for transactions that are open."),
+    ] = 60.0,
+    _as_json: Json = False,
+) -> None:
+    """Set the stream up: walstream's own tables, the ledger's table, the publication, then the slot.
+
+    What is there is kept and checked, and what cannot work is refused with the reason. It is safe to repeat, also after
+    an attempt that was cut short, and it is what to run when a slot was lost: rows that were missed are found in the
+    ledger.
+    """
+    if start not in (None, "now"):
+        raise ConfigError(f"--from {start}: only `now` is known", hint="leave it out to make every row an event")
+    if slot_wal_keep is not None and not _SIZE.match(slot_wal_keep):
+        raise ConfigError(f"--slot-wal-keep {slot_wal_keep}: not a size", hint="a whole number and kB, MB, GB or TB")
+    from . import plan as planning
+
+    from_now = start == "now"
+    if sql and not settings.dsn:
+        _print_script(settings, planning.everything(settings), from_now, slot_wal_keep, grants)
+        return
+    with database(settings, "init", _SESSION) as conn:
+        if sql or dry_run:
+            plan = planning.look(conn, settings, from_now=from_now)
+            if sql:
+                _print_script(settings, plan, from_now, slot_wal_keep, grants)
+            else:
+                _show(plan)
+            return
+        _set_up(settings, conn, from_now, slot_wal_keep, grants, wait)
+
+
+def _set_up(
+    settings: Settings, conn: Connection, from_now: bool, slot_wal_keep: str | None, grants: str | None, wait: float
+) -> None:
+    from walstream.source.facts import UNBOUNDED, server_facts
+
+    from .birth import bear
+    from .progress import FillBar
+
+    kept = None if slot_wal_keep is None else _keep_wal(conn, slot_wal_keep)
+    plan = _run_steps(settings, conn, from_now)
+    if grants is not None:
+        _grant(settings, conn, grants)
+    born = None
+    if plan.birth:
+        with FillBar() as bar:
+            born = bear(settings, conn, from_now=from_now, timeout=wait, progress=bar)
+    notes = list(plan.notes)
+    if kept is not None:
+        notes.append(kept)
+    elif server_facts(conn).slot_keep_bytes == UNBOUNDED and not settings.allow_unbounded_slot:
+        from .provider import provider_of
+
+        todo = provider_of(conn).set_parameter("max_slot_wal_keep_size", "10GB")
+        notes.append(f"max_slot_wal_keep_size is -1, so `walstream run` will refuse to start; for example: {todo}")
+    _report(settings, plan, born, notes)
+
+
+def _run_steps(settings: Settings, conn: Connection, from_now: bool) -> Plan:
+    """Run what is missing in one transaction: all of it or nothing."""
+    import psycopg2
+    from psycopg2.errorcodes import LOCK_NOT_AVAILABLE
+
+    from walstream.ledger import schema
+
+    from . import plan as planning
+
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            schema.line_up(cur, settings.namespace)
+            plan = planning.look(conn, settings, from_now=from_now)
+            for step in plan.steps:
+                for script in step.scripts:
+                    cur.execute(script)
+            if plan.steps:
+                planning.look(conn, settings)  # what was added to what was there has to work as a whole
+        return plan
+    except psycopg2.Error as error:
+        if error.pgcode != LOCK_NOT_AVAILABLE:
+            raise
+        conn.autocommit = True
+        holders = _lock_holders(conn, settings)
+        raise Unavailable(
+            f"set-up waited {LOCK_TIMEOUT} for a lock and gave up, changing nothing; in the way:"
+            f" {'; '.join(holders) or 'a session that has gone meanwhile'}",
+            hint="wait until it has ended (or end it with pg_terminate_backend), and run `walstream init` again",
+        ) from error
+    finally:
+        conn.autocommit = True
+
+
+def _lock_holders(conn: Connection, settings: Settings) -> list[str]:
+    """Who holds a lock on the ledger's table, or is setting this stream up as well."""
+    with conn.cursor() as cur:
+        cur.execute(
+            """
+            SELECT DISTINCT l.pid, coalesce(a.application_name, ''), coalesce(a.usename::text, '?'),
+                   coalesce(a.state, '?'), coalesce(a.xact_start::text, 'unknown')
+              FROM pg_catalog.pg_locks AS l LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid
+             WHERE l.granted AND l.pid <> pg_catalog.pg_backend_pid()
+               AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
+               AND (l.locktype = 'advisory'
+                    OR l.relation = pg_catalog.to_regclass(%s)
+                   AND l.mode NOT IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock'))
+             ORDER BY 5""",
+            (settings.ledger.qualified,),
+        )
+        return [
+            f"pid {pid} {name!r} by {user}, {state}, transaction open since {since}"
+            for pid, name, user, state, since in cur.fetchall()
+        ]
+
+
+def _grant(settings: Settings, conn: Connection, role: str) -> None:
+    from walstream.ledger.grants import grant_statements
+
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            for statement in grant_statements(settings, role):
+                cur.execute(statement)
+    finally:
+        conn.autocommit = True
+
+
+def _keep_wal(conn: Connection, size: str) -> str:
+    """Set ``max_slot_wal_keep_size``; return what became of it."""
+    import psycopg2
+    from psycopg2.errors import InsufficientPrivilege
+
+    from .provider import provider_of
+
+    name = "max_slot_wal_keep_size"
+    try:
+        with conn.cursor() as cur:
+            cur.execute(f"ALTER SYSTEM SET {name} = '{size}'")
+            cur.execute("SELECT pg_catalog.pg_reload_conf()")
+            # The reload reaches this session a moment later; the file that wins may be another one.
+            for _ in range(50):
+                cur.execute(
+                    f"SELECT current_setting('{name}'), pg_size_bytes(current_setting('{name}')) ="
+                    " pg_size_bytes(%s), pg_sleep(0.1)::text",
+                    (size,),
+                )
+                row: Any = cur.fetchone()
+                if row[1]:
+                    return f"{name} is {row[0]} now"
+    except InsufficientPrivilege:
+        return f"this role may not set {name}. To do: {provider_of(conn).set_parameter(name, size)}"
+    except psycopg2.errors.FeatureNotSupported as error:
+        return f"{name} cannot be set over SQL here ({error.diag.message_primary}). To do:" + (
+            f" {provider_of(conn).set_parameter(name, size)}"
+        )
+    return f"{name} was set to {size}, but the server still has {row[0]}: its command line or another file overrides it"
+
+
+def _report(settings: Settings, plan: Plan, born: Born | None, notes: list[str]) -> None:
+    if console.json_wanted():
+        console.print_json(
+            {
+                "done": [step.what for step in plan.steps],
+                "slot": None
+                if born is None
+                else {
+                    "name": born.slot,
+                    "made_because": plan.birth,
+                    "filled": born.filled,
+                    "floor_seq": born.floor_seq,
+                },
+                "notes": notes,
+            }
+        )
+        return
+    for step in plan.steps:
+        console.say(f"made: {step.what}")
+    if born is not None:
+        floor = f"; rows up to seq {born.floor_seq} are not events" if born.floor_seq is not None else ""
+        filled = f"; {born.filled:,} rows that stood in the table are ordered" if born.filled else ""
+        console.say(f"made: slot {born.slot} ({plan.birth}){filled}{floor}")
+    if not plan.steps and born is None:
+        console.say("everything is there already")
+    for note in notes:
+        console.say(f"note: {note}")
+    console.say(f"the stream of {settings.ledger.qualified} is ready: walstream run")
+
+
+def _show(plan: Plan) -> None:
+    if console.json_wanted():
+        console.print_json(
+            {
+                "steps": [{"what": step.what, "sql": list(step.scripts)} for step in plan.steps],
+                "slot": plan.birth or None,
+                "notes": list(plan.notes),
+            }
+        )
+        return
+    for step in plan.steps:
+        console.say(f"would make: {step.what}")
+        for script in step.scripts:
+            console.say("    " + script.strip().replace("\n", "\n    "))
+    if plan.birth:
+        console.say(f"would make: the slot ({plan.birth}), after ordering the rows that stand in the table")
+    if not plan.steps and not plan.birth:
+        console.say("everything is there already")
+    for note in plan.notes:
+        console.say(f"note: {note}")
+
+
+def _print_script(
+    settings: Settings, plan: Plan, from_now: bool, slot_wal_keep: str | None, grants: str | None
+) -> None:
+    from walstream.ledger.grants import grant_statements
+
+    from .plan import slot_scripts
+
+    parts: list[tuple[str, list[str]]] = []
+    if slot_wal_keep is not None:
+        statement = f"ALTER SYSTEM SET max_slot_wal_keep_size = '{slot_wal_keep}';"
+        parts.append(
+            ("How much WAL slots may keep, for the whole server", [statement, "SELECT pg_catalog.pg_reload_conf();"])
+        )
+    if plan.steps:
+        scripts = ["BEGIN;"]
+        for step in plan.steps:
+            scripts += [_comment(step.what), *step.scripts]
+        parts.append(("Tables and publication", [*scripts, "COMMIT;"]))
+    if grants is not None:
+        parts.append((f"What {grants!r} needs for `walstream run`", grant_statements(settings, grants)))
+    if plan.birth:
+        parts.append((_SLOT_NOTE, slot_scripts(settings, plan, from_now=from_now)))
+    if console.json_wanted():
+        console.print_json({"sql": [script for _, scripts in parts for script in scripts if script[:2] != "--"]})
+        return
+    if not parts:
+        console.say(_comment("everything is there already"))
+        return
+    console.say(_comment(_SCRIPT_NOTE))
+    for title, scripts in parts:
+        console.say(f"\n{_comment(title)}")
+        for script in scripts:
+            console.say(script)
+
+
+_SCRIPT_NOTE: Final = """\
+Set-up of a walstream stream. Run it with psql -v ON_ERROR_STOP=1 -f FILE, as a role that may create schemas and
+publications here, owns the ledger's table, and may replicate. Not with --single-transaction: a slot cannot be made in
+a transaction that has written."""
+
+_SLOT_NOTE: Final = """\
+The slot, after the publication: decoding knows no publication that is younger than the slot.
+Its creation waits for every open transaction of the server; should it give up, run this part again.
+Rows that stand in the table by then are found by `walstream run` at its first start, and ordered by their seq, flagged
+`recovered`. (`walstream init` itself orders them before the slot exists, which holds no WAL meanwhile.)"""
+
+
+def _comment(text: str) -> str:
+    """``text`` as an SQL comment. A line break in a name must not end it."""
+    return "\n".join(f"-- {line}" for line in text.splitlines())
