@@ -18,7 +18,7 @@ from .signals import unwinding
 if TYPE_CHECKING:
     from walstream.demo.supervisor import Demo, Outcome
 
-_EVENTS = 6000
+_EVENTS = 5000
 _RATE = 250.0
 
 
@@ -75,7 +75,10 @@ def demo(
         copies=copies,
     )
     progress = Progress()
-    watched = screen_for(console.err(), progress, console.note, live=sys.stderr.isatty())
+    quiet = console.json_wanted()  # asked here: the screen speaks from a thread of its own
+    watched = screen_for(
+        console.err(), progress, (lambda _text: None) if quiet else console.note, live=sys.stderr.isatty()
+    )
     with unwinding(), watched as screen, Demo(plan, progress) as shown:
         screen.watch(lambda: shown.connect("screen"))
         outcome = shown.run()

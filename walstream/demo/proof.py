@@ -187,7 +187,7 @@ SELECT count(*),
 _UNDISTURBED: Final = (
     _LATENCY
     + """
-   AND NOT EXISTS (SELECT FROM proof_outages WHERE committed_us BETWEEN from_us AND to_us)"""
+   AND NOT EXISTS (SELECT FROM proof_outages WHERE committed_us <= to_us AND handled_us >= from_us)"""
 )
 
 
