@@ -86,8 +86,12 @@ def settle(query: Query, *, timeout: float = 60, key_file: Path | None = None) -
     """Wait until everything is delivered, or for ``timeout`` seconds; then judge."""
     deadline = time.monotonic() + timeout
     while True:
-        counts = query("SELECT (SELECT count(*) FROM agent_events), (SELECT count(*) FROM seen)")[0]
         verdict = None
+        if query("SELECT to_regclass('seen')") == [(None,)]:
+            assert time.monotonic() < deadline, "the consumer never began"
+            time.sleep(0.1)
+            continue
+        counts = query("SELECT (SELECT count(*) FROM agent_events), (SELECT count(*) FROM seen)")[0]
         if counts[1] >= counts[0]:
             verdict = judge(query, key_file=key_file)
             if verdict.clean:
