@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from psycopg2.extensions import connection as Connection
 
+from tests.conftest import Database, Server
 from walstream.config import LedgerTable, quote
 from walstream.event import Row
 from walstream.ledger.schema import install, ledger_sql
@@ -132,7 +134,28 @@ class OrderBench:
 
 
 @contextlib.contextmanager
-def bench(dsn: str, ledger: LedgerTable | None = None, *, namespace: str = NAMESPACE) -> Iterator[OrderBench]:
+def module_database(server: Server, name: str) -> Iterator[Database]:
+    """One database for many tests: making one takes longer than most of them."""
+    made = Database(server, f"t_order_{name}_{secrets.token_hex(4)}")
+    made.create()
+    try:
+        yield made
+    finally:
+        made.drop()
+
+
+@contextlib.contextmanager
+def bench(
+    dsn: str, ledger: LedgerTable | None = None, *, namespace: str = NAMESPACE, fresh: bool = True
+) -> Iterator[OrderBench]:
+    """A bench in a database that is emptied first (schemas and tables), unless it is not to be ``fresh``."""
+    if fresh:
+        connection = connect(dsn, application_name="walstream:test")
+        with contextlib.closing(connection), connection.cursor() as cursor:
+            cursor.execute(
+                f"DROP SCHEMA IF EXISTS {quote(namespace)} CASCADE; DROP SCHEMA public CASCADE; CREATE SCHEMA public;"
+                " GRANT USAGE ON SCHEMA public TO PUBLIC"
+            )
     made = OrderBench(dsn, ledger, namespace=namespace)
     try:
         yield made

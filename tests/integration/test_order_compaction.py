@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.conftest import Database
-from tests.integration.order_bench import OrderBench, bench, until
+from tests.conftest import Database, Server
+from tests.integration.order_bench import OrderBench, bench, module_database, until
 from walstream.errors import Fenced, LedgerError
 from walstream.order.compaction import Compactor, merge
 from walstream.order.segment import Segment, encode_body
@@ -17,9 +17,15 @@ from walstream.order.table import COLUMNS, segment_of
 from walstream.order.writer import OrderWriter
 
 
+@pytest.fixture(scope="module")
+def shared(server: Server) -> Iterator[Database]:
+    with module_database(server, "compaction") as made:
+        yield made
+
+
 @pytest.fixture
-def order(database: Database) -> Iterator[OrderBench]:
-    with bench(database.dsn) as made:
+def order(shared: Database) -> Iterator[OrderBench]:
+    with bench(shared.dsn) as made:
         made.create_ledger()
         yield made
 

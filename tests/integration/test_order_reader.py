@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from psycopg2.extensions import make_dsn
 
-from tests.conftest import Database
-from tests.integration.order_bench import OrderBench, bench
+from tests.conftest import Database, Server
+from tests.integration.order_bench import OrderBench, bench, module_database
 from walstream.config import Columns, LedgerTable, quote
 from walstream.errors import ConfigError, LedgerError, RowMissing
 from walstream.event import Event
@@ -21,9 +21,15 @@ from walstream.order.segment import Segment, size_codes
 MiB = 1 << 20
 
 
+@pytest.fixture(scope="module")
+def shared(server: Server) -> Iterator[Database]:
+    with module_database(server, "reader") as made:
+        yield made
+
+
 @pytest.fixture
-def order(database: Database) -> Iterator[OrderBench]:
-    with bench(database.dsn) as made:
+def order(shared: Database) -> Iterator[OrderBench]:
+    with bench(shared.dsn) as made:
         made.create_ledger()
         yield made
 
@@ -286,8 +292,8 @@ def test_columns_that_come_and_go(order: OrderBench) -> None:
         reader.read(0, 10, MiB)
 
 
-def test_a_ledger_whose_seq_is_no_integer(database: Database) -> None:
-    with bench(database.dsn) as order:
+def test_a_ledger_whose_seq_is_no_integer(shared: Database) -> None:
+    with bench(shared.dsn) as order:
         order.execute(
             "CREATE TABLE agent_events (seq text, session_id text, agent_id text, event_type text, payload json,"
             " created_at timestamptz)"
@@ -320,9 +326,9 @@ def test_a_row_that_is_gone_is_an_alarm_unless_it_was_declared(order: OrderBench
     assert [event.offset for event in everything(reader, limit=2)] == [1, 2, 3, 6, 7, 9, 10]
 
 
-def test_two_rows_with_one_seq_are_an_alarm(database: Database) -> None:
+def test_two_rows_with_one_seq_are_an_alarm(shared: Database) -> None:
     """A partitioned table's key need not be the seq alone, so nothing keeps the same seq out of another partition."""
-    with bench(database.dsn) as order:
+    with bench(shared.dsn) as order:
         order.execute(SHAPES["partitioned"][1])
         for created in ("2023-01-01", "2025-01-01"):
             order.execute("INSERT INTO agent_events VALUES (5, gen_random_uuid(), 'a', 'b', '{}', %s)", created)
@@ -345,13 +351,13 @@ def test_a_hole_in_the_order_is_an_alarm(order: OrderBench) -> None:
     assert reader.read(4, 100, MiB).through == 6
 
 
-def test_row_security_hides_nothing(database: Database) -> None:
+def test_row_security_hides_nothing(shared: Database) -> None:
     """The owner reads past the policy; another role is told so, instead of finding rows missing."""
-    with bench(database.dsn) as order:
+    with bench(shared.dsn) as order:
         order.create_ledger()
         seqs = order.insert(3)
         order.order(order.writer(), seqs)
-        role = f"reader_{database.name[-8:]}"
+        role = f"reader_{shared.name[-8:]}"
         order.execute(
             f"""CREATE ROLE {role} LOGIN; GRANT USAGE ON SCHEMA walstream TO {role};
                 GRANT SELECT ON ALL TABLES IN SCHEMA walstream TO {role}; GRANT SELECT ON agent_events TO {role};
@@ -359,7 +365,7 @@ def test_row_security_hides_nothing(database: Database) -> None:
                 CREATE POLICY mine ON agent_events USING (agent_id = 'nobody')"""
         )
         try:
-            policed = order.connect(make_dsn(database.dsn, user=role))
+            policed = order.connect(make_dsn(shared.dsn, user=role))
             reader = ColdReader(policed, order.namespace, order.ledger, "ledger:1")
             with pytest.raises(ConfigError, match="row-level security"):
                 reader.read(0, 10, MiB)
@@ -395,6 +401,7 @@ print(after, largest, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - befo
 """
 
 
+@pytest.mark.slow
 def test_payloads_of_50_megabytes_are_read_one_by_one(order: OrderBench) -> None:
     seqs = order.insert(2)
     for _ in range(2):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.conftest import Database
-from tests.integration.order_bench import OrderBench, bench
+from tests.conftest import Database, Server
+from tests.integration.order_bench import OrderBench, bench, module_database
 from walstream.config import Columns, LedgerTable
 from walstream.lsn import parse_lsn
 from walstream.order.reconcile import MissingRow, fill, in_commit_order, missing_seqs, recovered_segments
@@ -16,9 +16,15 @@ from walstream.postgres import PostgresServer
 from walstream.source.connection import replication_connect
 
 
+@pytest.fixture(scope="module")
+def shared(server: Server) -> Iterator[Database]:
+    with module_database(server, "reconcile") as made:
+        yield made
+
+
 @pytest.fixture
-def order(database: Database) -> Iterator[OrderBench]:
-    with bench(database.dsn) as made:
+def order(shared: Database) -> Iterator[OrderBench]:
+    with bench(shared.dsn) as made:
         made.create_ledger()
         yield made
 
@@ -149,10 +155,10 @@ def test_segments_are_cut_between_transactions() -> None:
     assert [seq for segment in segments for seq in segment.seqs] == list(range(61_000))
 
 
-def test_sizes_bound_the_rows(database: Database) -> None:
+def test_sizes_bound_the_rows(shared: Database) -> None:
     """All columns count, not the payload alone: a reader's memory is bounded by them."""
     ledger = LedgerTable(table="log %s", columns=Columns(seq='n"%s'))
-    with bench(database.dsn, ledger) as order:
+    with bench(shared.dsn, ledger) as order:
         order.create_ledger()
         order.execute(
             'ALTER TABLE "log %s" ADD COLUMN note text, ADD COLUMN twice bigint GENERATED ALWAYS AS (1) STORED'
@@ -178,7 +184,7 @@ def test_commit_times_decide_where_the_server_knows_them(own_server: Callable[..
         (old,) = order.insert()
     server.settings = {**server.settings, "track_commit_timestamp": True}
     server.restart()
-    with bench(server.dsn()) as order:
+    with bench(server.dsn(), fresh=False) as order:
         slow = order.connect()
         slow.autocommit = False
         with slow.cursor() as cursor:
@@ -206,57 +212,61 @@ def test_commit_times_decide_where_the_server_knows_them(own_server: Callable[..
         assert events[1].committed_at == committed
 
 
-def test_the_birth_of_a_slot_and_the_stream_meet(order: OrderBench, database: Database) -> None:
+def test_the_birth_of_a_slot_and_the_stream_meet(database: Database) -> None:
     """C60: rows from before, during and after; each gets exactly one offset."""
-    order.execute("CREATE PUBLICATION p FOR TABLE agent_events")
-    before = order.insert(30)
-    writer = order.writer()
+    with bench(database.dsn) as order:
+        order.create_ledger()
+        order.execute("CREATE PUBLICATION p FOR TABLE agent_events")
+        before = order.insert(30)
+        writer = order.writer()
 
-    def fill_from(connection: object) -> list[int]:
-        source = missing_seqs(connection, order.ledger, writer.known, wait=None)  # type: ignore[arg-type]
-        return [seq for segment in fill(writer, connection, order.ledger, source) for seq in segment.seqs]  # type: ignore[arg-type]
+        def fill_from(connection: object) -> list[int]:
+            source = missing_seqs(connection, order.ledger, writer.known, wait=None)  # type: ignore[arg-type]
+            return [seq for segment in fill(writer, connection, order.ledger, source) for seq in segment.seqs]  # type: ignore[arg-type]
 
-    assert fill_from(order.connect()) == before
-    rest = order.insert(4)  # while the long fill ran
-    slot = f"{database.name}_birth"[-60:]
-    replication = replication_connect(database.dsn, application_name="walstream:test")
-    with replication.cursor() as cursor:
-        cursor.execute(f'CREATE_REPLICATION_SLOT "{slot}" LOGICAL pgoutput')
-        (_, _, snapshot, _) = cursor.fetchone() or ("", "", "", "")
-        between = order.insert(2)  # after the slot's point, before its snapshot is read
-        reader = order.connect()
-        reader.autocommit = False
-        with reader.cursor() as snapshotted:
-            snapshotted.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            snapshotted.execute("SET TRANSACTION SNAPSHOT %s", (snapshot,))
-        assert fill_from(reader) == rest
-        reader.rollback()
-    replication.close()
-    after = order.insert(3)
-    streamed = [row[0] for row in order.streamed(slot, "p")]
-    assert streamed == [*between, *after]
-    assert writer.known(streamed) == set()
-    order.order(writer, streamed)
-    assert read_all(order) == [*before, *rest, *between, *after]
-    assert missing(order, writer) == []
+        assert fill_from(order.connect()) == before
+        rest = order.insert(4)  # while the long fill ran
+        slot = f"{database.name}_birth"[-60:]
+        replication = replication_connect(database.dsn, application_name="walstream:test")
+        with replication.cursor() as cursor:
+            cursor.execute(f'CREATE_REPLICATION_SLOT "{slot}" LOGICAL pgoutput')
+            (_, _, snapshot, _) = cursor.fetchone() or ("", "", "", "")
+            between = order.insert(2)  # after the slot's point, before its snapshot is read
+            reader = order.connect()
+            reader.autocommit = False
+            with reader.cursor() as snapshotted:
+                snapshotted.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                snapshotted.execute("SET TRANSACTION SNAPSHOT %s", (snapshot,))
+            assert fill_from(reader) == rest
+            reader.rollback()
+        replication.close()
+        after = order.insert(3)
+        streamed = [row[0] for row in order.streamed(slot, "p")]
+        assert streamed == [*between, *after]
+        assert writer.known(streamed) == set()
+        order.order(writer, streamed)
+        assert read_all(order) == [*before, *rest, *between, *after]
+        assert missing(order, writer) == []
 
 
-def test_a_slot_that_was_advanced_by_hand_loses_nothing(order: OrderBench, database: Database) -> None:
+def test_a_slot_that_was_advanced_by_hand_loses_nothing(database: Database) -> None:
     """C26: the hole is found, and filled behind what came after it."""
-    order.execute("CREATE PUBLICATION p FOR TABLE agent_events")
-    slot = f"{database.name}_hole"[-60:]
-    order.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", slot)
-    writer = order.writer()
-    order.insert(2)
-    order.order(writer, [row[0] for row in order.streamed(slot, "p")])
-    hole = order.insert(3)
-    order.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", slot)
-    after = order.insert(2)
-
-    def ingest_catches_up(_: int) -> None:
+    with bench(database.dsn) as order:
+        order.create_ledger()
+        order.execute("CREATE PUBLICATION p FOR TABLE agent_events")
+        slot = f"{database.name}_hole"[-60:]
+        order.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", slot)
+        writer = order.writer()
+        order.insert(2)
         order.order(writer, [row[0] for row in order.streamed(slot, "p")])
+        hole = order.insert(3)
+        order.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", slot)
+        after = order.insert(2)
 
-    assert missing(order, writer, ingest_catches_up) == hole
-    list(fill(writer, order.connect(), order.ledger, [hole]))
-    assert read_all(order)[2:] == [*after, *hole]
-    assert missing(order, writer) == []
+        def ingest_catches_up(_: int) -> None:
+            order.order(writer, [row[0] for row in order.streamed(slot, "p")])
+
+        assert missing(order, writer, ingest_catches_up) == hole
+        list(fill(writer, order.connect(), order.ledger, [hole]))
+        assert read_all(order)[2:] == [*after, *hole]
+        assert missing(order, writer) == []

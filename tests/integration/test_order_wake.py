@@ -10,15 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from psycopg2.extensions import connection as Connection
 
-from tests.conftest import Database
-from tests.integration.order_bench import OrderBench, bench, until
+from tests.conftest import Database, Server
+from tests.integration.order_bench import OrderBench, bench, module_database, until
 from walstream.errors import Unavailable
 from walstream.order.wake import Listener, Notifier, channel_of
 
 
+@pytest.fixture(scope="module")
+def shared(server: Server) -> Iterator[Database]:
+    with module_database(server, "wake") as made:
+        yield made
+
+
 @pytest.fixture
-def order(database: Database) -> Iterator[OrderBench]:
-    with bench(database.dsn, namespace='Näme "x"') as made:
+def order(shared: Database) -> Iterator[OrderBench]:
+    with bench(shared.dsn, namespace='Näme "x"') as made:
         yield made
 
 

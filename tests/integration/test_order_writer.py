@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg2
 import pytest
 
-from tests.conftest import Database
-from tests.integration.order_bench import OrderBench, bench, until
+from tests.conftest import Database, Server
+from tests.integration.order_bench import OrderBench, bench, module_database, until
 from walstream.config import quote
 from walstream.errors import ConfigError, Fenced, LedgerError, WalstreamError
 from walstream.lsn import parse_lsn
@@ -21,9 +21,15 @@ from walstream.order.writer import OrderWriter, Tail
 from walstream.postgres import PostgresServer
 
 
+@pytest.fixture(scope="module")
+def shared(server: Server) -> Iterator[Database]:
+    with module_database(server, "writer") as made:
+        yield made
+
+
 @pytest.fixture
-def order(database: Database) -> Iterator[OrderBench]:
-    with bench(database.dsn, namespace='my "order" %s') as made:
+def order(shared: Database) -> Iterator[OrderBench]:
+    with bench(shared.dsn, namespace='my "order" %s') as made:
         made.create_ledger()
         yield made
 
@@ -65,9 +71,9 @@ def test_offsets_must_continue_the_order(order: OrderBench) -> None:
     assert rows_of(order) == [(1, 2)]
 
 
-def test_a_writer_needs_autocommit_and_the_schema(order: OrderBench, database: Database) -> None:
+def test_a_writer_needs_autocommit_and_the_schema(order: OrderBench, shared: Database) -> None:
     with pytest.raises(ValueError, match="autocommit"):
-        OrderWriter(database.connect(), order.namespace, 1)
+        OrderWriter(shared.connect(), order.namespace, 1)
     elsewhere = OrderWriter(order.connect(), "nowhere", 1)
     for call in (elsewhere.tail, lambda: elsewhere.known([1])):
         with pytest.raises(ConfigError, match="nowhere") as caught:
@@ -90,8 +96,7 @@ def test_a_replaced_generation_writes_nothing(order: OrderBench, durable: bool) 
 @pytest.mark.parametrize("durable", [False, True])
 def test_an_append_waits_for_a_take_over_and_then_fails(order: OrderBench, isolation: str, durable: bool) -> None:
     """Rule 7, the race: without FOR SHARE the append reads the old generation and commits behind the take-over."""
-    order.execute(f"ALTER DATABASE {order.sql.info.dbname} SET default_transaction_isolation = '{isolation}'")
-    connection = order.connect(synchronous_commit="off")
+    connection = order.connect(synchronous_commit="off", default_transaction_isolation=isolation)
     zombie = OrderWriter(connection, order.namespace, order.take_over())
     order.order(zombie, [1])
     heir = order.connect()
@@ -221,7 +226,7 @@ def test_only_what_is_durable_survives_a_crash(own_server: Callable[..., Postgre
             order.order(writer, [5])
         assert caught.value.transient
     server.start()
-    with bench(server.dsn()) as order:
+    with bench(server.dsn(), fresh=False) as order:
         assert order.writer().tail().next_offset == 4
 
 
