@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from walstream.engine.context import Context as Context
     from walstream.engine.projector import FunctionProjector as FunctionProjector
     from walstream.engine.projector import Projector as Projector
+    from walstream.engine.subscribe import Subscription as Subscription
+    from walstream.engine.subscribe import subscribe as subscribe
+    from walstream.engine.waiting import EventParked as EventParked
+    from walstream.errors import PayloadError as PayloadError
     from walstream.errors import RetryLater as RetryLater
+    from walstream.errors import RowMissing as RowMissing
     from walstream.errors import WalstreamError as WalstreamError
     from walstream.event import Event as Event
     from walstream.stream import Stream as Stream
@@ -21,11 +26,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "Context": "walstream.engine.context",
     "Event": "walstream.event",
+    "EventParked": "walstream.engine.waiting",
     "FunctionProjector": "walstream.engine.projector",
+    "PayloadError": "walstream.errors",
     "Projector": "walstream.engine.projector",
     "RetryLater": "walstream.errors",
+    "RowMissing": "walstream.errors",
     "Stream": "walstream.stream",
+    "Subscription": "walstream.engine.subscribe",
     "WalstreamError": "walstream.errors",
+    "subscribe": "walstream.engine.subscribe",
 }
 
 __all__ = sorted(_HOMES)

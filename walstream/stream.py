@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from walstream.config import Settings, load
+from walstream.engine.duty import ExitRequested
 from walstream.engine.projector import FunctionProjector, Projector
+from walstream.engine.subscribe import Subscription
+from walstream.engine.waiting import ProgressWatch
 
 if TYPE_CHECKING:
     from walstream.engine.host import Host
@@ -46,6 +49,7 @@ class Stream:
         self._arguments = {"dsn": dsn, **settings}
         self._projectors: list[Projector] = []
         self._host: Host | None = None
+        self._watch: ProgressWatch | None = None
 
     @property
     def projectors(self) -> Sequence[Projector]:
@@ -97,6 +101,44 @@ class Stream:
         host = make_host(self.settings(), self._projectors, ingest=ingest)
         return run_host(host)
 
+    def subscribe(
+        self,
+        *event_types: str,
+        after: int | Literal["latest"] = 0,
+        sessions: Collection[str] = (),
+        follow: bool = True,
+    ) -> Subscription:
+        """Events of this stream as an iterator, in any process; see :func:`walstream.subscribe`."""
+        return Subscription(self.settings(), event_types, sessions=sessions, after=after, follow=follow)
+
+    def wait_for(self, projector: str, seq: int, timeout: float = 30.0) -> bool:
+        """Block until a projector is done with the event ``seq``: what was just written can then be read from what it
+        derives. Works from any process, wherever the projector runs.
+
+        Args:
+            projector: its name.
+            seq: of the ledger's row, as ``INSERT … RETURNING seq`` gives it.
+            timeout: seconds.
+
+        Returns:
+            Whether it happened in time.
+
+        Raises:
+            EventParked: it will not happen by itself: the event's session is parked for this projector.
+            ProjectorHalted: nor will it here.
+            ConfigError: nobody has ever run a projector of that name.
+        """
+        return self._progress().wait_for(projector, seq, timeout)
+
+    async def await_for(self, projector: str, seq: int, timeout: float = 30.0) -> bool:
+        """:meth:`wait_for` for a coroutine: the event loop goes on meanwhile."""
+        return await self._progress().await_for(projector, seq, timeout)
+
+    def _progress(self) -> ProgressWatch:
+        if self._watch is None:
+            self._watch = ProgressWatch(self.settings())
+        return self._watch
+
     async def __aenter__(self) -> Stream:
         """Start ingest and projectors in threads of their own, inside an application with its own event loop.
 
@@ -115,6 +157,9 @@ class Stream:
         host, self._host = self._host, None
         if host is not None:
             await asyncio.to_thread(host.stop)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
 
 def run_host(host: Host) -> int:
@@ -137,6 +182,6 @@ def run_host(host: Host) -> int:
         host.stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if host.error is not None:
+    if host.error is not None and not isinstance(host.error, ExitRequested):
         raise host.error
     return int(host.exit_code)
