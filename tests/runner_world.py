@@ -14,6 +14,7 @@ from walstream.config import Settings
 from walstream.engine.projector import Projector
 from walstream.engine.runner_group import RunnerGroup
 from walstream.event import Event
+from walstream.ledger.identity import identity_sql
 from walstream.ledger.schema import install, ledger_sql
 from walstream.metrics import Metrics
 from walstream.order.buffer import HotBuffer
@@ -41,6 +42,8 @@ class World:
         self.connection = connect(database.dsn, application_name="test", search_path="public")
         install(self.connection, self.settings.namespace)
         self.execute(ledger_sql(self.settings.ledger))
+        self.execute(identity_sql(self.settings))
+        self.execute("UPDATE walstream.identity SET ledger_id = %s, slot_state = 'ready'", KEY_PREFIX.partition(":")[0])
         self.writer = OrderWriter(self.connection, self.settings.namespace, 0)
         self.hot: HotBuffer | None = None
         self._lsn = 0x1000000

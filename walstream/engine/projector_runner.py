@@ -281,7 +281,7 @@ class ProjectorRunner:
                     ) from raised
                 attempt += 1
                 self._trouble, _ = describe(raised)
-                log.warning("the setup of projector %r is tried again: %s", self.options.name, raised)
+                log.warning("the setup of projector %r is tried again: %s", self.options.name, self._trouble)
                 duty.sleep(_AGAIN.pause(attempt))
             finally:
                 delivery.close()

@@ -25,8 +25,8 @@ import psycopg2
 from walstream.errors import ConnectionLost, Fenced, RetryLater, WalstreamError
 from walstream.event import Event
 
-TRACEBACK_CHARACTERS: Final = 4000
-ERROR_CHARACTERS: Final = 1000
+TRACEBACK_BYTES: Final = 4000
+ERROR_BYTES: Final = 1000
 CONFLICTS_FOR_FREE: Final = 10
 """Deadlocks and serialization failures of one batch in a row that count as no attempt."""
 
@@ -118,12 +118,15 @@ def narrow(events: Sequence[Event], *, done: int, repeatable: bool) -> list[Sequ
 
 def describe(error: BaseException) -> tuple[str, str]:
     """An error as two texts that Postgres accepts: one line, and the head of the traceback (4 kB in UTF-8)."""
-    line = f"{type(error).__name__}: {error}"
+    try:
+        line = f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ fails
+        line = f"{type(error).__name__} (which cannot be printed)"
     try:
         trace = "".join(traceback.format_exception(error))
-    except RecursionError:  # an error whose chain of causes is deeper than the stack that is left
+    except Exception:  # a chain of causes that is deeper than the stack that is left, or the like
         trace = line
-    return _storable(line, ERROR_CHARACTERS), _storable(trace, TRACEBACK_CHARACTERS)
+    return _storable(line, ERROR_BYTES), _storable(trace, TRACEBACK_BYTES)
 
 
 def _storable(text: str, limit: int) -> str:

@@ -351,8 +351,8 @@ class LaneRunner:
         return self._the_delivery
 
     def _wait(self, error: Exception, events: Sequence[Event], pause: float) -> None:
-        log.warning("%s tries offset %d again in %.1f s: %s", self.name, events[0].offset, pause, error)
         self._retrying(error, events[0].offset)
+        log.warning("%s tries offset %d again in %.1f s: %s", self.name, events[0].offset, pause, self.error)
         self._desk.sleep(pause)
 
     def _retrying(self, error: Exception, offset: int | None = None) -> None:
