@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from walstream.config import Settings, quote
-from walstream.errors import WalstreamError
+from walstream.errors import ConfigError, WalstreamError
 from walstream.ledger import schema
 from walstream.ledger.identity import Identity, check_identity, read_identity
 
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Exam:
-    """Everything that is known about the patient."""
+    """Everything that is known about the patient. ``version`` is ``None`` if this role may not read it."""
 
     settings: Settings
     conn: Connection
@@ -57,7 +57,7 @@ class Exam:
     table: TableFacts | None
     publication: PublicationFacts | None
     slot: SlotFacts | None
-    version: int
+    version: int | None
     identity: Identity | None
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -72,16 +72,19 @@ def examine(settings: Settings, conn: Connection) -> Exam:
     from walstream.source.facts import role_facts, server_facts, slot_facts
     from walstream.source.table_facts import publication_facts, table_facts
 
+    version: int | None
+    identity = None
     with conn.cursor() as cur:
-        version = schema.installed_version(cur, settings.namespace)
-        may_read = False
+        try:
+            version = schema.installed_version(cur, settings.namespace)
+        except ConfigError:
+            version = None
         if version:
             cur.execute(
                 "SELECT pg_catalog.has_table_privilege(%s, 'SELECT')", (f"{quote(settings.namespace)}.identity",)
             )
             row: Any = cur.fetchone()
-            may_read = row[0]
-        identity = read_identity(cur, settings.namespace) if may_read else None
+            identity = read_identity(cur, settings.namespace) if row[0] else None
     return Exam(
         settings,
         conn,

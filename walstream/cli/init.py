@@ -118,6 +118,7 @@ def _run_steps(settings: Settings, conn: Connection, from_now: bool) -> Plan:
     """Run what is missing in one transaction: all of it or nothing."""
     import psycopg2
     from psycopg2.errorcodes import LOCK_NOT_AVAILABLE
+    from psycopg2.errors import InsufficientPrivilege
 
     from walstream.ledger import schema
 
@@ -134,6 +135,12 @@ def _run_steps(settings: Settings, conn: Connection, from_now: bool) -> Plan:
             if plan.steps:
                 planning.look(conn, settings)  # what was added to what was there has to work as a whole
         return plan
+    except InsufficientPrivilege as error:
+        raise ConfigError(
+            f"this role may not set the stream up: {error.diag.message_primary}",
+            hint="hand the output of `walstream init --sql` to a DBA; or let the role create schemas (CREATE ON"
+            " DATABASE), own the ledger's table, and replicate",
+        ) from error
     except psycopg2.Error as error:
         if error.pgcode != LOCK_NOT_AVAILABLE:
             raise

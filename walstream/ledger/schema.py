@@ -81,11 +81,12 @@ def installed_version(cur: Cursor, namespace: str) -> int:
     """The schema's version in the database; 0 if it is not there.
 
     Raises:
-        ConfigError: a schema of that name is there and is somebody else's.
+        ConfigError: a schema of that name is there and is somebody else's, or this role may not read it.
     """
     cur.execute(
         """
-        SELECT n.oid IS NOT NULL,
+        SELECT current_user::text,
+               pg_catalog.has_schema_privilege(n.oid, 'USAGE') AND pg_catalog.has_table_privilege(c.oid, 'SELECT'),
                (SELECT array_agg(a.attname::text) FROM pg_catalog.pg_attribute AS a
                  WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
           FROM (SELECT %s::text AS name) AS wanted
@@ -96,13 +97,18 @@ def installed_version(cur: Cursor, namespace: str) -> int:
     )
     row = cur.fetchone()
     assert row is not None
-    columns = row[1]
+    role, readable, columns = row
     if columns is None:
         return 0
     if set(columns) != {"version", "name", "applied_at"}:
         raise ConfigError(
             f"the schema {namespace!r} holds a table `migrations` that is not walstream's",
             hint="choose another schema for walstream's own tables: --namespace NAME",
+        )
+    if not readable:
+        raise ConfigError(
+            f"{role} may not read walstream's tables in schema {namespace!r}",
+            hint=f"as their owner: walstream init --grants {role}",
         )
     cur.execute(f"SELECT coalesce(max(version), 0) FROM {quote(namespace)}.migrations")
     row = cur.fetchone()
