@@ -1,0 +1,221 @@
+"""The programs in docs/examples run as they are, on a real server: started as a reader would, fed, stopped."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from psycopg2.extras import Json
+
+from tests.conftest import Database
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+SESSION = "00000000-0000-4000-8000-00000000000a"
+_PATIENCE = 30.0
+
+
+class Program:
+    """A running example. Its lines can be waited for; it is stopped with SIGTERM and has to end well."""
+
+    def __init__(self, dsn: str, *arguments: str, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=EXAMPLES,
+            env={**os.environ, "WALSTREAM_DSN": dsn, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._errors: list[str] = []
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for(self, words: str) -> str:
+        """The next line that contains ``words``."""
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            ended = self._process.poll() is not None
+            try:
+                line = self._lines.get(timeout=0.2)
+            except queue.Empty:
+                if ended:
+                    break
+                continue
+            if words in line:
+                return line
+        pytest.fail(f"no line with {words!r}; on stderr: {''.join(self._errors)}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and return its exit code."""
+        self._process.send_signal(number)
+        return self.end()
+
+    def end(self) -> int:
+        try:
+            return self._process.wait(_PATIENCE)
+        finally:
+            self._process.kill()
+            for thread in self._threads:
+                thread.join(5)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                self._lines.put(line)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            self._errors.extend(stream)
+
+
+@pytest.fixture
+def ledger(database: Database) -> Database:
+    """A ledger that was set up the way the README says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "walstream", "init"],
+        env={**os.environ, "WALSTREAM_DSN": database.dsn, "WALSTREAM_SLOT": slot_of(database)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return database
+
+
+def slot_of(database: Database) -> str:
+    """Slots belong to the whole server, so one that is shared needs a name for each database."""
+    return f"examples_{database.name[-8:]}"
+
+
+@pytest.fixture
+def start(ledger: Database) -> Iterator[type[Program]]:
+    """Starts programs that belong to this test's ledger, and ends what is left of them."""
+    started: list[Program] = []
+
+    class OfThisLedger(Program):
+        def __init__(self, *arguments: str, **environment: str) -> None:
+            super().__init__(
+                ledger.dsn,
+                *arguments,
+                WALSTREAM_SLOT=slot_of(ledger),
+                WALSTREAM_ALLOW_UNBOUNDED_SLOT="true",
+                **environment,
+            )
+            started.append(self)
+
+    yield OfThisLedger
+    for program in started:
+        program.stop(signal.SIGKILL)
+
+
+def append(ledger: Database, event_type: str, payload: object, agent_id: str = "planner") -> None:
+    ledger.execute(
+        "INSERT INTO agent_events (session_id, agent_id, event_type, payload) VALUES (%s, %s, %s, %s)",
+        SESSION,
+        agent_id,
+        event_type,
+        Json(payload),
+    )
+
+
+def run(start: type[Program], example: str, **environment: str) -> Program:
+    return start("-m", "walstream", "run", f"{example}:stream", **environment)
+
+
+def test_first_projector(ledger: Database, start: type[Program]) -> None:
+    append(ledger, "handoff.emitted", {"to": "writer"})
+    program = run(start, "first_projector")
+    assert "planner hands over to writer" in program.wait_for("writer")
+    append(ledger, "tool.invoked", {"tool": "search"})
+    append(ledger, "handoff.emitted", {"to": "reviewer"})
+    assert program.wait_for("reviewer").startswith("3: ")
+    assert program.stop() == 0
+
+
+def test_first_projector_as_a_program(ledger: Database, start: type[Program]) -> None:
+    program = start("first_projector.py")
+    append(ledger, "handoff.emitted", {"to": "writer"})
+    program.wait_for("writer")
+    assert program.stop() == 0
+
+
+def test_token_usage_and_read_your_writes(ledger: Database, start: type[Program]) -> None:
+    append(ledger, "model.responded", {"tokens": 23}, "writer")
+    program = run(start, "token_usage")
+    reader = start("read_your_writes.py")
+    assert reader.wait_for("(") == "(123,)\n"
+    assert reader.end() == 0
+    assert program.stop() == 0
+    assert ledger.execute("SELECT * FROM token_usage") == [("writer", 123)]
+
+
+def test_webhook(ledger: Database, start: type[Program]) -> None:
+    received: queue.Queue[tuple[str, bytes]] = queue.Queue()
+    answers = iter((503, 200))
+
+    class Target(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.put((self.headers["Idempotency-Key"], body))
+            self.send_response(next(answers))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Target) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        program = run(start, "webhook", WEBHOOK_URL=f"http://127.0.0.1:{server.server_port}/", no_proxy="*")
+        append(ledger, "task.completed", {"result": "ok"})
+        first, second = received.get(timeout=_PATIENCE), received.get(timeout=_PATIENCE)
+        server.shutdown()
+    assert first == second  # the target was away the first time; the key is the same
+    assert first[0].endswith(":1")
+    assert first[1] == b'{"result": "ok"}'
+    assert program.stop() == 0
+
+
+def test_inside_an_app(ledger: Database, start: type[Program]) -> None:
+    program = start("inside_an_app.py")
+    program.wait_for("ready")
+    for _ in range(100):  # it begins at "latest", and when that is, is not to be seen from here
+        append(ledger, "task.completed", {})
+        if ledger.execute("SELECT 1 FROM walstream.cursors WHERE projector = 'dashboard'"):
+            break
+        ledger.execute("SELECT pg_sleep(0.1)")
+    append(ledger, "task.completed", {})
+    assert SESSION in program.wait_for("is done")
+    assert program.stop() == 0
+
+
+def test_follow(ledger: Database, start: type[Program]) -> None:
+    consumer = start("-m", "walstream", "run", "--ingest-only")
+    append(ledger, "tool.invoked", {"tool": "search"})
+    append(ledger, "tool.observed", {"result": 1})
+    program = start("follow.py", "1")
+    assert program.wait_for("tool.") == '2 tool.observed {"result": 1}\n'
+    append(ledger, "task.completed", {})
+    assert program.wait_for("task.") == "3 task.completed {}\n"
+    assert program.stop(signal.SIGINT) == 0
+    assert consumer.stop() == 0
+
+
+def test_every_example_is_in_the_index_and_in_this_file() -> None:
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    here = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"({path.name})" in index
+        assert path.stem in here
