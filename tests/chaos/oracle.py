@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def judge(query: Query, *, namespace: str = "walstream", key_file: Path | None =
         not_dense=not_dense,
         lost=len(ledger - set(times)),
         doubled=sum(1 for count in times.values() if count > 1),
-        out_of_order=sum(1 for one, two in zip(seen, seen[1:], strict=False) if two[0] <= one[0])
+        out_of_order=sum(1 for one, two in pairwise(seen) if two[0] <= one[0])
         + sum(1 for offset, seq, _ in seen if by_offset.get(offset) != seq),
         keys_missing=keys_missing,
     )

@@ -23,7 +23,8 @@ class Seen(Projector):
 
     def project(self, events: Sequence[Event], ctx: Context) -> None:
         ctx.cursor.execute(
-            "INSERT INTO seen (event_offset, seq, session_id) SELECT * FROM unnest(%s::bigint[], %s::bigint[], %s::text[])",
+            "INSERT INTO seen (event_offset, seq, session_id)"
+            " SELECT * FROM unnest(%s::bigint[], %s::bigint[], %s::text[])",
             (
                 [event.offset for event in events],
                 [event.seq for event in events],
@@ -41,6 +42,7 @@ class KeyFile(Projector):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def project(self, events: Sequence[Event], ctx: Context) -> None:
+        del ctx
         os.write(self._file, b"".join(f"{event.offset} {event.key}\n".encode() for event in events))
 
 

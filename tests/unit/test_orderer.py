@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from walstream.engine.backlog import Recovered
 from walstream.engine.intake import Burst, Violation
-from walstream.engine.orderer import Orderer, Recovered
+from walstream.engine.orderer import Orderer
 from walstream.errors import Fenced
 from walstream.event import Commit, Row
 from walstream.order.buffer import HotBuffer

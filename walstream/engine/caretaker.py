@@ -91,6 +91,7 @@ class Caretaker:
             self._close()
             if not error.transient:
                 self._fail(error)
+                return
             log.warning("%s is tried again in %.0f s: %s", chore.name, _AGAIN_AFTER_FAILURE, error)
             chore.due = time.monotonic() + _AGAIN_AFTER_FAILURE
         except BaseException as error:

@@ -251,6 +251,7 @@ class IngestSupervisor:
             generation,
             lambda: shared.connection,
             stopping,
+            watch.check,
             everything=everything,
         )
         return Caretaker(

@@ -19,15 +19,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from walstream.event import Commit, Event, Row
+from walstream.event import Event, Row
 from walstream.order.buffer import HotBuffer
-from walstream.order.reconcile import MissingRow, recovered_segments
-from walstream.order.segment import Segment, size_codes
+from walstream.order.reconcile import recovered_segments
+from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot, Tail
 
+from .backlog import Backlog, Recovered, without_known
 from .intake import Burst, Piece, Violation
 
 _NAP_FIRST = 0.0002
@@ -48,17 +48,6 @@ class KnownSeqs(Protocol):
 
     def known(self, seqs: Sequence[int]) -> set[int]: ...
     def add(self, seqs: Sequence[int]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """Rows that the slot did not deliver, found by the reconciler, in the order that they are to get.
-
-    Without rows it is a mark: ``done`` is set when everything submitted before is ordered.
-    """
-
-    rows: Sequence[MissingRow]
-    done: threading.Event
 
 
 class Orderer:
@@ -181,16 +170,18 @@ class Orderer:
             self._on_progress()
 
     def _loop(self) -> None:
-        backlog = _Backlog()
+        backlog = Backlog()
         due = time.monotonic() + self._heartbeat_seconds
         nap = _NAP_FIRST
         while True:
             with self._changed:
                 if not self._queue and not backlog.pieces:
                     self._changed.wait_for(lambda: self._queue or self._stop, max(0.0, due - time.monotonic()))
-                if self._stop:
-                    return
-                self._absorb(backlog)
+                if not self._stop:
+                    self._absorb(backlog)
+            if self._stop:
+                self._heartbeat()  # counts and position as they are at the end
+                return
             if time.monotonic() >= due:
                 self._heartbeat()
                 due = time.monotonic() + self._heartbeat_seconds
@@ -209,7 +200,7 @@ class Orderer:
             if not backlog.pieces and backlog.recovered:
                 self._order_recovered(backlog.recovered.popleft())
 
-    def _absorb(self, backlog: _Backlog) -> None:
+    def _absorb(self, backlog: Backlog) -> None:
         # A recovered batch is ordered only when everything before it is, so nothing is taken past it.
         while self._queue and not backlog.recovered:
             item = self._queue.popleft()
@@ -218,7 +209,7 @@ class Orderer:
             else:
                 backlog.absorb(item)
 
-    def _release(self, backlog: _Backlog) -> bool:
+    def _release(self, backlog: Backlog) -> bool:
         """Order the longest prefix that is visible to others. Rule 2."""
         snapshot = self._store.snapshot()
         ready = 0
@@ -231,14 +222,14 @@ class Orderer:
         self._flush(backlog, ready)
         return True
 
-    def _flush(self, backlog: _Backlog, ready: int) -> None:
+    def _flush(self, backlog: Backlog, ready: int) -> None:
         pieces, rows, sizes, stripped, nbytes = backlog.pop(ready)
         violations = backlog.violations
         backlog.violations = []
         seqs = [row[0] for row in rows]
         known = self._seen.known(seqs)
         if known or len(set(seqs)) != len(seqs):
-            pieces, rows, sizes, doubles = _without_known(pieces, rows, sizes, known)
+            pieces, rows, sizes, doubles = without_known(pieces, rows, sizes, known)
             violations += doubles
             seqs = [row[0] for row in rows]
         if violations:
@@ -304,7 +295,7 @@ class Orderer:
             self._changed.notify_all()
         self._on_progress()
 
-    def _finish(self, backlog: _Backlog, nbytes: int) -> None:
+    def _finish(self, backlog: Backlog, nbytes: int) -> None:
         with self._changed:
             self._pending_bytes -= nbytes
             if not backlog.pieces:
@@ -312,87 +303,3 @@ class Orderer:
                 backlog.bursts = 0
             self._changed.notify_all()
         self._on_progress()
-
-
-class _Backlog:
-    """What was taken from the queue and is not ordered yet."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.rows: list[Row] = []
-        self.stripped: dict[int, int] = {}
-        self.violations: list[Violation] = []
-        self.recovered: deque[Recovered] = deque()
-        self.bursts = 0
-        self.nbytes = 0
-
-    def absorb(self, burst: Burst) -> None:
-        if burst.stripped:
-            base = len(self.rows)
-            self.stripped.update({base + index: size for index, size in burst.stripped.items()})
-        if self.pieces:
-            self.pieces += burst.pieces
-            self.rows += burst.rows
-        else:
-            self.pieces, self.rows = burst.pieces, burst.rows
-        self.violations += burst.violations
-        self.bursts += 1
-        self.nbytes += burst.nbytes
-
-    def pop(self, count: int) -> tuple[list[Piece], list[Row], bytes, bool, int]:
-        """Remove the first ``count`` pieces; return them with their rows, the size class of each payload, whether any
-        payload is missing here because it was too large, and about how many bytes that was."""
-        pieces = self.pieces[:count]
-        total = sum(piece[1] for piece in pieces)
-        rows = self.rows[:total]
-        nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
-        self.nbytes -= nbytes
-        sizes = [len(row[4]) for row in rows]
-        stripped = False
-        if self.stripped:
-            for index, size in self.stripped.items():
-                if index < total:
-                    sizes[index] = size
-                    stripped = True
-            self.stripped = {index - total: size for index, size in self.stripped.items() if index >= total}
-        del self.pieces[:count]
-        del self.rows[:total]
-        return pieces, rows, size_codes(sizes), stripped, nbytes
-
-
-def _without_known(
-    pieces: Sequence[Piece], rows: Sequence[Row], sizes: bytes, known: set[int]
-) -> tuple[list[Piece], list[Row], bytes, list[Violation]]:
-    """Take out every insert whose seq has an offset already, or comes twice in this flush. Rule 6."""
-    taken = set(known)
-    kept_pieces: list[Piece] = []
-    kept: list[Row] = []
-    kept_sizes = bytearray()
-    doubles: list[Violation] = []
-    index = 0
-    for commit, count, end, inserts in pieces:
-        before = len(kept)
-        for step in range(count):
-            row = rows[index]
-            if row[0] in taken:
-                # Negative, so that it never meets the number of an UPDATE or DELETE of the same transaction.
-                ordinal = -(inserts - count + step + 1)
-                doubles.append(_double(commit, ordinal, row))
-            else:
-                taken.add(row[0])
-                kept.append(row)
-                kept_sizes.append(sizes[index])
-            index += 1
-        kept_pieces.append((commit, len(kept) - before, end, inserts))
-    return kept_pieces, kept, bytes(kept_sizes), doubles
-
-
-def _double(commit: Commit, ordinal: int, row: Row) -> Violation:
-    return Violation(
-        "duplicate-seq",
-        commit.lsn,
-        ordinal,
-        row[0],
-        commit.xid,
-        "an insert whose seq has an offset already: a row moved between partitions, or a sequence started again",
-    )

@@ -21,8 +21,9 @@ from walstream.ledger.identity import Identity
 from walstream.order.reconcile import MissingRow, in_commit_order, missing_seqs
 from walstream.order.table import ordered_seqs, query
 
+from .backlog import Recovered
 from .ingest import IngestSession
-from .orderer import Orderer, Recovered
+from .orderer import Orderer
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -41,6 +42,7 @@ class Reconciler:
         generation: of that ingest.
         connection: gives the connection for the comparison (in autocommit).
         stopping: set when the session ends.
+        check: raises if the table is not the ledger (any more): rows of another one are no events.
         everything: begin with the whole ledger, whatever was proven before.
     """
 
@@ -53,6 +55,7 @@ class Reconciler:
         generation: int,
         connection: Callable[[], Connection],
         stopping: threading.Event,
+        check: Callable[[], None],
         *,
         everything: bool,
     ) -> None:
@@ -63,6 +66,7 @@ class Reconciler:
         self._generation = generation
         self._connection = connection
         self._stopping = stopping
+        self._check_table = check
         self._everything = everything
         self._candidate: tuple[int, int] | None = None  # (highest seq, xmax) when the last pass began
 
@@ -86,6 +90,7 @@ class Reconciler:
             after_seq=proven,
         ):
             rows = in_commit_order(connection, settings.ledger, seqs)
+            self._check_table()
             self._order(rows)
             recovered += len(rows)
             log.warning(

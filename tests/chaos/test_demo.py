@@ -1,0 +1,136 @@
+"""``walstream demo``: it holds, it can fail, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from walstream.cli import app
+from walstream.errors import ConfigError
+from walstream.postgres.binaries import find_binaries
+
+ROOT = Path(__file__).parents[2]
+RECORDED = Path(os.environ.get("WALSTREAM_RECORDED_RUNS") or ROOT.parent / "shared/data/recorded-runs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> None:
+    try:
+        find_binaries()
+    except ConfigError as error:
+        pytest.skip(f"needs Postgres programs: {error}")
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for everything temporary that the demo makes, and that the server's account can enter."""
+    folder = Path(tempfile.mkdtemp(prefix="demo-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def started(temporary: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "walstream.cli", "demo", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary), "WALSTREAM_SLOT": "not_for_the_demo"},
+    )
+
+
+def shown(temporary: Path, *words: str) -> dict[str, Any]:
+    process = started(temporary, *words, "--json")
+    stdout, stderr = process.communicate(timeout=280)
+    assert process.returncode == 0, (stdout, stderr)
+    assert stderr == ""
+    found: dict[str, Any] = json.loads(stdout)
+    return found
+
+
+def nothing_is_left(temporary: Path) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        processes = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        left = [line for line in processes.splitlines() if str(temporary) in line]
+        folders = [path.name for path in temporary.iterdir() if path.name.startswith("walstream-")]
+        if not left and not folders:
+            return
+        assert time.monotonic() < deadline, (left, folders)
+        time.sleep(0.1)
+
+
+def test_nothing_is_lost_or_doubled_although_the_consumer_is_killed(temporary: Path) -> None:
+    found = shown(temporary, "--events", "300", "--kills", "2", "--agents", "5")
+    assert (found["written"], found["offsets"], found["delivered"]) == (300, 300, 300)
+    assert (found["lost"], found["duplicated"], found["kills"]) == (0, 0, 2)
+    assert (found["gaps"], found["out_of_order"], found["altered"], found["foreign"]) == (0, 0, 0, 0)
+    assert found["holds"] is True
+    assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
+    assert found["rolled_back_events"] > 0
+    assert found["handoffs_taken"] > 0
+    assert len(found["outages_s"]) == 2
+    assert set(found["projectors"]) == {"commit order", "delivery log", "handoff inbox", "file", "event counter"}
+    nothing_is_left(temporary)
+
+
+def test_a_consumer_that_loses_and_doubles_is_caught(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = '{{"session_id": "s-{}", "agent_id": "a", "event_type": "t", "payload": {}.50}}\n'
+    (tmp_path / "runs.jsonl").write_text("".join(line.format(n % 3, n) for n in range(60)))
+    monkeypatch.setattr("walstream.demo.supervisor.STREAM", "tests.demo_lossy:stream")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    words = ["demo", "--replay", str(tmp_path), "--copies", "2", "--kills", "0", "--rate", "0", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert (found["written"], found["offsets"], found["delivered"]) == (120, 120, 114)
+    assert (found["lost"], found["duplicated"], found["holds"]) == (6, 4, False)
+    wrong = {name for name, each in found["projectors"].items() if each["lost"] or each["duplicated"]}
+    assert wrong == {"delivery log"}
+    shown_to_a_person = CliRunner().invoke(app, ["demo", "--copies", "2"])
+    assert shown_to_a_person.exit_code == 2  # copies of what?
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(temporary: Path, number: signal.Signals) -> None:
+    process = started(temporary, "--events", "100000", "--rate", "50")
+    try:
+        assert process.stderr is not None
+        for said in process.stderr:
+            if "agents at work" in said:
+                break
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+    nothing_is_left(temporary)
+
+
+@pytest.mark.recorded
+@pytest.mark.slow
+def test_fifty_copies_of_the_recorded_runs(temporary: Path) -> None:
+    files = sorted(RECORDED.glob("*.jsonl"))
+    if not files:
+        pytest.skip(f"no recorded runs in {RECORDED}: set WALSTREAM_RECORDED_RUNS")
+    found = shown(temporary, "--replay", str(RECORDED), "--copies", "50", "--kills", "5")
+    written = 50 * sum(len(file.read_bytes().splitlines()) for file in files)
+    assert (found["written"], found["delivered"], found["kills"]) == (written, written, 5)
+    assert (found["lost"], found["duplicated"], found["holds"]) == (0, 0, True)

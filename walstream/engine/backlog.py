@@ -1,0 +1,109 @@
+"""What was received and is not ordered yet, in commit order; and what of it has an offset already."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from walstream.event import Commit, Row
+from walstream.order.reconcile import MissingRow
+from walstream.order.segment import size_codes
+
+from .intake import Burst, Piece, Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Rows that the slot did not deliver, found by the reconciler, in the order that they are to get.
+
+    Without rows it is a mark: ``done`` is set when everything submitted before is ordered.
+    """
+
+    rows: Sequence[MissingRow]
+    done: threading.Event
+
+
+class Backlog:
+    """What was taken from the queue and is not ordered yet."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.rows: list[Row] = []
+        self.stripped: dict[int, int] = {}
+        self.violations: list[Violation] = []
+        self.recovered: deque[Recovered] = deque()
+        self.bursts = 0
+        self.nbytes = 0
+
+    def absorb(self, burst: Burst) -> None:
+        if burst.stripped:
+            base = len(self.rows)
+            self.stripped.update({base + index: size for index, size in burst.stripped.items()})
+        if self.pieces:
+            self.pieces += burst.pieces
+            self.rows += burst.rows
+        else:
+            self.pieces, self.rows = burst.pieces, burst.rows
+        self.violations += burst.violations
+        self.bursts += 1
+        self.nbytes += burst.nbytes
+
+    def pop(self, count: int) -> tuple[list[Piece], list[Row], bytes, bool, int]:
+        """Remove the first ``count`` pieces; return them with their rows, the size class of each payload, whether any
+        payload is missing here because it was too large, and about how many bytes that was."""
+        pieces = self.pieces[:count]
+        total = sum(piece[1] for piece in pieces)
+        rows = self.rows[:total]
+        nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
+        self.nbytes -= nbytes
+        sizes = [len(row[4]) for row in rows]
+        stripped = False
+        if self.stripped:
+            for index, size in self.stripped.items():
+                if index < total:
+                    sizes[index] = size
+                    stripped = True
+            self.stripped = {index - total: size for index, size in self.stripped.items() if index >= total}
+        del self.pieces[:count]
+        del self.rows[:total]
+        return pieces, rows, size_codes(sizes), stripped, nbytes
+
+
+def without_known(
+    pieces: Sequence[Piece], rows: Sequence[Row], sizes: bytes, known: set[int]
+) -> tuple[list[Piece], list[Row], bytes, list[Violation]]:
+    """Take out every insert whose seq has an offset already, or comes twice in this flush. Rule 6."""
+    taken = set(known)
+    kept_pieces: list[Piece] = []
+    kept: list[Row] = []
+    kept_sizes = bytearray()
+    doubles: list[Violation] = []
+    index = 0
+    for commit, count, end, inserts in pieces:
+        before = len(kept)
+        for step in range(count):
+            row = rows[index]
+            if row[0] in taken:
+                # Negative, so that it never meets the number of an UPDATE or DELETE of the same transaction.
+                ordinal = -(inserts - count + step + 1)
+                doubles.append(_double(commit, ordinal, row))
+            else:
+                taken.add(row[0])
+                kept.append(row)
+                kept_sizes.append(sizes[index])
+            index += 1
+        kept_pieces.append((commit, len(kept) - before, end, inserts))
+    return kept_pieces, kept, bytes(kept_sizes), doubles
+
+
+def _double(commit: Commit, ordinal: int, row: Row) -> Violation:
+    return Violation(
+        "duplicate-seq",
+        commit.lsn,
+        ordinal,
+        row[0],
+        commit.xid,
+        "an insert whose seq has an offset already: a row moved between partitions, or a sequence started again",
+    )
