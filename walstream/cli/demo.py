@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _EVENTS = 5000
 _RATE = 250.0
+_REPLAY_RATE = 600.0
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +38,11 @@ def demo(
     kills: Annotated[int, typer.Option(min=0, metavar="N", help="How often the consumer is killed with SIGKILL.")] = 3,
     rate: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Events a second; 0: no limit.", show_default=f"{_RATE:g}, or no limit"),
+        typer.Option(
+            metavar="N",
+            help="Events a second; 0: no limit.",
+            show_default=f"{_RATE:g}, or {_REPLAY_RATE:g} of recorded",
+        ),
     ] = None,
     replay: Annotated[
         Path | None,
@@ -62,9 +67,10 @@ def demo(
 
     if replay is None:
         events = events or _EVENTS
-        rate = _RATE if rate is None else rate
         if copies != 1:
             raise typer.BadParameter("makes copies of recorded runs: give --replay DIR", param_hint="--copies")
+    if rate is None:
+        rate = _RATE if replay is None else _REPLAY_RATE
     plan = Plan(
         events=events,
         agents=agents,

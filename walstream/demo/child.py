@@ -29,7 +29,7 @@ class Child:
         starts: how often it was started.
     """
 
-    def __init__(self, config: Path, log: Path, *, stream: str = STREAM) -> None:
+    def __init__(self, config: Path, log: Path, stream: str) -> None:
         self._config = config
         self._log = log
         self._stream = stream

@@ -157,6 +157,7 @@ class LiveScreen:
         try:
             if self._connection is None:
                 self._connection = self._connect()
+                self._connection.autocommit = True
             with self._connection.cursor() as cur:
                 cur.execute(_LATEST, (_LINES,))
                 self._rows = list(reversed(cur.fetchall()))

@@ -20,7 +20,7 @@ from walstream.postgres import PostgresServer
 from walstream.source.connection import connect
 
 from .agents import recorded_sessions, replaying, simulated
-from .child import Child
+from .child import STREAM, Child
 from .proof import Proof, prove
 from .screen import Kill, Progress
 from .swarm import Agent, Budget, Swarm, Tally
@@ -43,7 +43,8 @@ SELECT to_regclass('demo_deliveries') IS NOT NULL AND to_regclass('agent_inbox')
    AND EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = %s AND active)"""
 _DELIVERED: Final = """\
 SELECT coalesce(max(event_offset), 0), min(handled_us) FILTER (WHERE handled_us > %s) FROM demo_deliveries"""
-_BEHIND: Final = "SELECT coalesce(min(position), 0), count(*) FROM walstream.cursors"
+_BEHIND: Final = """\
+SELECT coalesce(min(position), 0), count(*), (SELECT generation FROM walstream.generation) FROM walstream.cursors"""
 _PROJECTORS: Final = 4
 
 
@@ -110,6 +111,7 @@ class Demo:
         self.folder = Path()
         self._stack = ExitStack()
         self._random = random.Random(plan.seed)
+        self._generation = 0
 
     def __enter__(self) -> Demo:
         with ExitStack() as stack:
@@ -123,7 +125,7 @@ class Demo:
             self.settings = Settings(dsn=self.server.dsn())
             self.config = self.folder / "walstream.toml"
             self.config.write_text(f"dsn = '''{self.settings.dsn}'''\n")
-            self._child = Child(self.config, self.folder / "consumer.log")
+            self._child = Child(self.config, self.folder / "consumer.log", STREAM)
             stack.callback(self._child.kill)
             self._stack = stack.pop_all()
         return self
@@ -230,6 +232,7 @@ class Demo:
     def _drive(self, swarm: Swarm, observer: Connection) -> None:
         """Kill the consumer at its marks, until the agents are done and everything is delivered."""
         marks = self._marks()
+        swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
         look_at = moved_at = 0.0
         moved = -1
         while True:
@@ -242,8 +245,8 @@ class Demo:
             progress.handoffs = swarm.tally.handoffs_taken
             busy = swarm.busy
             if marks and progress.committed >= marks[0] and progress.delivered and not self._outage():
-                swarm.budget.close_gate_at(marks[1] + self._slack() if len(marks) > 1 else None)
                 marks.pop(0)
+                swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
                 self._kill()
             now = time.monotonic()
             if now >= look_at:
@@ -284,10 +287,15 @@ class Demo:
             cur.execute(_DELIVERED, (int((outage.at if outage else time.time()) * 1e6),))
             self.progress.delivered, back_us = cur.fetchone() or (0, None)
             cur.execute(_BEHIND)
-            position, cursors = cur.fetchone() or (0, 0)
-        if outage is not None:
+            position, cursors, generation = cur.fetchone() or (0, 0, 0)
+        if outage is None:
+            self._generation = generation
+        else:
+            idle = self.progress.delivered >= self.progress.committed and generation > self._generation
             if back_us is not None:
                 outage.back = back_us / 1e6
+            elif idle:  # it took over, and there was nothing to deliver
+                outage.back = time.time()
             elif outage.seconds > _OUTAGE_SECONDS:
                 raise WalstreamError(
                     f"no consumer took over within {_OUTAGE_SECONDS:.0f} s of the kill: {self._child.said}"
