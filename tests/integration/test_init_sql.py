@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -150,13 +150,12 @@ def test_statements_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def login(database: Database, server: Server) -> str:
+def login(database: Database, server: Server) -> Iterator[str]:
     """A role that may log in and replicate, and nothing else."""
     name = f"runner_{database.name[-8:]}"
     server.execute(f"CREATE ROLE {name} LOGIN REPLICATION PASSWORD 'irrelevant'")
-    request_drop = f"DROP OWNED BY {name}"
-    yield name  # type: ignore[misc]
-    database.execute(request_drop)
+    yield name
+    database.execute(f"DROP OWNED BY {name}")
     server.execute(f"DROP ROLE {name}")
 
 

@@ -47,7 +47,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Exam:
-    """Everything that is known about the patient. ``version`` is ``None`` if this role may not read it."""
+    """Everything that is known about the patient.
+
+    Attributes:
+        version: of walstream's schema; ``None`` if this role may not read it.
+        readable: this role may read the identity.
+    """
 
     settings: Settings
     conn: Connection
@@ -59,6 +64,7 @@ class Exam:
     slot: SlotFacts | None
     version: int | None
     identity: Identity | None
+    readable: bool
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of one query."""
@@ -73,7 +79,7 @@ def examine(settings: Settings, conn: Connection) -> Exam:
     from walstream.source.table_facts import publication_facts, table_facts
 
     version: int | None
-    identity = None
+    identity, readable = None, False
     with conn.cursor() as cur:
         try:
             version = schema.installed_version(cur, settings.namespace)
@@ -84,7 +90,8 @@ def examine(settings: Settings, conn: Connection) -> Exam:
                 "SELECT pg_catalog.has_table_privilege(%s, 'SELECT')", (f"{quote(settings.namespace)}.identity",)
             )
             row: Any = cur.fetchone()
-            identity = read_identity(cur, settings.namespace) if row[0] else None
+            readable = row[0]
+            identity = read_identity(cur, settings.namespace) if readable else None
     return Exam(
         settings,
         conn,
@@ -96,6 +103,7 @@ def examine(settings: Settings, conn: Connection) -> Exam:
         slot_facts(conn, settings.slot),
         version,
         identity,
+        readable,
     )
 
 
@@ -127,7 +135,10 @@ def identity_findings(exam: Exam) -> Iterator[Finding]:
         f"schema {settings.namespace}, version {exam.version}",
         lambda: schema.require_schema(exam.conn, settings),
     )
-    if exam.identity is not None:
+    if exam.identity is None:
+        if exam.readable:
+            yield Finding("identity", "failed", "the stream has not been set up: there is no identity", INIT)
+    else:
         identity = exam.identity
         yield judged(
             "identity",
