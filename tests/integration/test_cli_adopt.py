@@ -78,9 +78,12 @@ def test_a_new_epoch_changes_every_key(ledger: Database) -> None:
 
 
 def test_who_works_under_the_old_identity_is_fenced_off(ledger: Database) -> None:
-    before = ledger.execute("SELECT generation FROM walstream.generation")[0][0]
+    (before,) = ledger.execute("SELECT generation FROM walstream.generation")
     ok("adopt", "--environment", "staging", "--yes", dsn=ledger.dsn)
-    assert ledger.execute("SELECT generation FROM walstream.generation")[0][0] > before
+    (after,) = ledger.execute("SELECT generation FROM walstream.generation")
+    assert after > before
+    # The next lease goes on from there: it must not be given the number of one that was fenced off.
+    assert ledger.execute("SELECT generation FROM walstream.ingest") == [after]
 
 
 def test_a_position_of_a_longer_wal_is_cleared(ledger: Database) -> None:
@@ -89,12 +92,14 @@ def test_a_position_of_a_longer_wal_is_cleared(ledger: Database) -> None:
         "INSERT INTO walstream.commit_order (first_offset, events, last_lsn, min_seq, max_seq, generation, body,"
         " partial_inserts) VALUES (1, 1, '0/1', 1, 1, 1, '', NULL), (2, 1, 'FFFF/0', 2, 2, 1, '', 3)"
     )
+    ledger.execute("UPDATE walstream.ingest SET confirmed_lsn = 'FFFF/8'")
     ledger.execute("UPDATE walstream.identity SET system_identifier = '7000000000000000001'")
     done = ok("adopt", "--environment", "production", "--yes", "--same-epoch", "--json", dsn=ledger.dsn).json
-    assert {"what": "position", "recorded": "FFFF/0", "found": "0/0"} in done["changes"]
+    assert {"what": "position", "recorded": "FFFF/8", "found": "0/0"} in done["changes"]
     assert ledger.execute(
         "SELECT first_offset, last_lsn::text, partial_inserts FROM walstream.commit_order ORDER BY 1"
     ) == [(1, "0/1", None), (2, "0/0", None)]
+    assert ledger.execute("SELECT confirmed_lsn FROM walstream.ingest") == [(None,)]
 
 
 def test_a_table_that_was_swapped_is_adopted(ledger: Database) -> None:

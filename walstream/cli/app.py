@@ -34,6 +34,7 @@ COMMANDS: Final[tuple[str, ...]] = (
     "projectors",
     "parked",
     "adopt",
+    "teardown",
 )
 
 INTERRUPTED: Final = 130

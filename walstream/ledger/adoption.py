@@ -138,10 +138,12 @@ def adopt(conn: Connection, settings: Settings, *, new_epoch: bool) -> Adoption:
                 ),
             )
             if adoption.changes:
-                cur.execute(f"UPDATE {namespace}.generation SET generation = generation + 1")
-            if adoption.needs_epoch:
+                # Both rows, as at a take-over: the next lease continues from ingest's.
+                cur.execute(f"UPDATE {namespace}.ingest SET generation = generation + 1 RETURNING generation")
+                cur.execute(f"UPDATE {namespace}.generation SET generation = %s", _one(cur))
+            if adoption.needs_epoch or _moved(adoption):
                 cur.execute(f"UPDATE {namespace}.ingest SET confirmed_lsn = NULL")
-            if any(change.what == "position" for change in adoption.changes):
+            if _moved(adoption):
                 # A position of a longer WAL would make ingest take every transaction of this one for a repetition.
                 cur.execute(
                     f"UPDATE {namespace}.commit_order SET last_lsn = '0/0', partial_inserts = NULL"
@@ -166,13 +168,18 @@ def live_holder(cur: Cursor, namespace: str) -> str | None:
 
 
 def _position_ahead(cur: Cursor, namespace: str) -> int | None:
-    """The order's position, if it lies ahead of this server's WAL: then it was taken on another server."""
+    """The furthest position of order and ingest, if it lies ahead of this server's WAL: it is another server's then."""
     cur.execute(
-        f"SELECT max(last_lsn)::text FROM {quote(namespace)}.commit_order"
-        " WHERE last_lsn > pg_catalog.pg_current_wal_insert_lsn()"
+        f"SELECT max(position)::text FROM (SELECT last_lsn AS position FROM {quote(namespace)}.commit_order"
+        f" UNION ALL SELECT confirmed_lsn FROM {quote(namespace)}.ingest) AS known"
+        " WHERE position > pg_catalog.pg_current_wal_insert_lsn()"
     )
     (text,) = _one(cur)
     return None if text is None else parse_lsn(text)
+
+
+def _moved(adoption: Adoption) -> bool:
+    return any(change.what == "position" for change in adoption.changes)
 
 
 def _one(cur: Cursor) -> tuple[Any, ...]:

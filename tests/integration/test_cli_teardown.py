@@ -1,0 +1,87 @@
+"""``walstream teardown``: everything of ours goes, nothing of anybody else's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli_calls import call, hold, ok
+from tests.conftest import Database
+from tests.integration.births import insert_rows
+from walstream.errors import ExitCode
+
+
+@pytest.fixture
+def slot(database: Database) -> str:
+    return f"x_{database.name[-8:]}"
+
+
+@pytest.fixture
+def ledger(database: Database, slot: str) -> Database:
+    ok("init", "--slot", slot, dsn=database.dsn)
+    insert_rows(database, 3)
+    return database
+
+
+def _remains(database: Database, slot: str) -> tuple[int, int, int, int]:
+    """Slots, publications, schemas, and rows of the ledger."""
+    ((slots, publications, schemas, rows),) = database.execute(
+        "SELECT (SELECT count(*) FROM pg_replication_slots WHERE slot_name = %s),"
+        " (SELECT count(*) FROM pg_publication), (SELECT count(*) FROM pg_namespace WHERE nspname = 'walstream'),"
+        " (SELECT count(*) FROM agent_events)",
+        slot,
+    )
+    return slots, publications, schemas, rows
+
+
+def test_all_of_ours_goes_and_the_ledger_stays(ledger: Database, slot: str) -> None:
+    assert _remains(ledger, slot) == (1, 1, 1, 3)
+    done = ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json
+    assert done == {"slot": slot, "publication": "walstream", "publication_kept": None, "schema": "walstream"}
+    assert _remains(ledger, slot) == (0, 0, 0, 3)
+    # Again: nothing is there, and that is fine.
+    assert "nothing" in ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn).stdout
+    # And it can be set up anew.
+    assert ok("init", "--slot", slot, "--json", dsn=ledger.dsn).json["slot"]["filled"] == 3
+
+
+def test_nothing_happens_unasked(ledger: Database, slot: str) -> None:
+    called = call("teardown", "--slot", slot, dsn=ledger.dsn)
+    assert called.exit_code == ExitCode.CONFIG
+    assert "--yes" in called.stderr
+    assert "agent_events" in called.stdout  # what would go and what would stay is shown
+    assert _remains(ledger, slot) == (1, 1, 1, 3)
+
+
+def test_a_publication_of_others_stays(ledger: Database, slot: str) -> None:
+    ledger.execute("CREATE TABLE other (id int)")
+    ledger.execute("ALTER PUBLICATION walstream ADD TABLE other")
+    done = ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json
+    assert "public.other" in done["publication_kept"]
+    assert _remains(ledger, slot) == (0, 1, 0, 3)
+
+
+def test_refused_while_a_consumer_works(ledger: Database, slot: str) -> None:
+    holder = hold(ledger, "ingest")
+    called = call("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
+    assert called.exit_code == ExitCode.CONFIG
+    assert "host:1" in called.stderr
+    assert _remains(ledger, slot) == (1, 1, 1, 3)
+    holder.close()
+    ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
+
+
+def test_a_slot_that_is_not_of_this_stream_stays(ledger: Database, slot: str) -> None:
+    ledger.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", f"{slot}_b")
+    called = call("teardown", "--slot", f"{slot}_b", "--yes", dsn=ledger.dsn)
+    assert called.exit_code == ExitCode.CONFIG
+    # Without walstream's schema nothing says that a slot is ours.
+    ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
+    ok("teardown", "--slot", f"{slot}_b", "--yes", dsn=ledger.dsn)
+    assert ledger.execute("SELECT count(*) FROM pg_replication_slots WHERE slot_name = %s", f"{slot}_b") == [(1,)]
+
+
+def test_what_was_cut_short_goes_on(ledger: Database, slot: str) -> None:
+    ledger.execute("SELECT pg_drop_replication_slot(%s)", slot)
+    ledger.execute("DROP PUBLICATION walstream")
+    ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
+    assert _remains(ledger, slot) == (0, 0, 0, 3)
