@@ -47,7 +47,7 @@ class LedgerWatch:
             raise LedgerError(
                 f"the stream brings rows of a table called {relation.qualified} with OID {relation.oid}, but the ledger"
                 f" is the one with OID {self._table_oid}: the table was swapped or recreated",
-                hint="see `walstream doctor`; if the new table is the ledger now: `walstream adopt --table`",
+                hint="see `walstream doctor`; if the new table is the ledger now: `walstream adopt`",
             )
         return self._is_partition(relation.oid)
 
@@ -84,7 +84,7 @@ class LedgerWatch:
                 f"{ledger.qualified} is {found} now; the ledger is the table with OID {self._table_oid}. Rows written"
                 " since then are not in the stream",
                 hint="rename it back or correct [ledger] in walstream.toml; if a new table took its place knowingly:"
-                " `walstream adopt --table`",
+                " `walstream adopt`",
             )
         if not row[1]:
             raise LedgerError(

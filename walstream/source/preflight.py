@@ -299,7 +299,7 @@ def _check_same_table(settings: Settings, table: TableFacts, connection: Connect
         raise LedgerError(
             f"{settings.ledger.qualified} is another table now (OID {table.oid}) than the ledger that was set up (OID "
             f"{remembered}): it was swapped or recreated, and rows of the new one are not in the stream",
-            hint="rename it back, or correct [ledger]; if the new table is the ledger now: `walstream adopt --table`",
+            hint="rename it back, or correct [ledger]; if the new table is the ledger now: `walstream adopt`",
         )
 
 
