@@ -94,6 +94,8 @@ CREATE TABLE $namespace.cursors (
     projector  text        NOT NULL REFERENCES $namespace.projectors (name) ON DELETE CASCADE,
     lane       integer     NOT NULL,
     position   bigint      NOT NULL,                        -- the last offset that is done
+    backend_pid   integer,                                  -- who holds the lane's transactions: ended by a take-over,
+    backend_start timestamptz,                              -- by pid *and* start time, for its locks would delay it
     updated_at timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (projector, lane)
 );
