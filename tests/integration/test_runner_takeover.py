@@ -216,3 +216,27 @@ def test_the_configuration_has_the_last_word(world: World) -> None:
     eventually(lambda: world.reached("p", last))
     assert projector.done == list(range(31, last + 1))
     assert max(map(len, projector.batches)) == 2
+
+
+@pytest.mark.parametrize("make", [Effect, FaultyProjector])
+def test_a_takeover_ends_the_transaction_of_the_one_that_was_stopped(world: World, make: type[FaultyProjector]) -> None:
+    """A stopped process can hold the lock on its cursor for as long as it is stopped."""
+    last = world.add_many(5)
+    group = world.start(make("p"))
+    eventually(lambda: world.reached("p", last))
+    group.stop(5)
+    stopped, bystander = world.database.connect(), world.database.connect()
+    with stopped.cursor() as cur:
+        cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+        pid, start = cur.fetchone() or (0, "")
+        cur.execute("UPDATE walstream.cursors SET backend_pid = %s, backend_start = %s", (pid, start))
+        stopped.commit()
+        cur.execute("UPDATE walstream.cursors SET position = position + 1")
+    with bystander.cursor() as cur:
+        cur.execute("SELECT 1")
+    more = world.add_many(5)
+    world.start(make("p"))
+    eventually(lambda: world.reached("p", more))
+    assert not world.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid)
+    with bystander.cursor() as cur:
+        cur.execute("SELECT 1")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from walstream.config import quote
 from walstream.errors import ConfigError, ConnectionLost, Fenced, ProjectorHalted
 
+from .leadership import Backend
 from .projector import Options
 
 if TYPE_CHECKING:
@@ -154,7 +155,32 @@ class Cursors:
         row = cur.fetchone()
         return 0 if row is None else int(row[0])
 
+    def backends(self, cur: Cursor) -> list[Backend]:
+        """The server processes that the lanes were last seen with."""
+        cur.execute(
+            f"SELECT backend_pid, backend_start::text FROM {self._schema}.cursors"
+            " WHERE projector = %s AND backend_pid IS NOT NULL",
+            (self._projector,),
+        )
+        return [Backend(int(pid), str(start)) for pid, start in cur.fetchall()]
+
     # -- writing ---------------------------------------------------------------------------------------------------
+
+    def sign_in(self, cur: Cursor, lane: int, backend: Backend) -> None:
+        """Write down which server process holds a lane's transactions, so that a take-over can end it: one that is
+        stopped with row locks in its hands would hold its successor up until its deadline.
+
+        Raises:
+            Fenced: another process runs the projector now.
+        """
+        cur.execute(
+            f"UPDATE {self._schema}.cursors AS c SET backend_pid = %s, backend_start = %s::timestamptz"
+            f" FROM {self._schema}.projectors AS p WHERE c.projector = %s AND c.lane = %s"
+            " AND p.name = c.projector AND p.generation = %s",
+            (backend.pid, backend.start, self._projector, lane, self._generation),
+        )
+        if cur.rowcount != 1:
+            raise self._fenced()
 
     def mark_batch(self, cur: Cursor, mark: str) -> None:
         """Mark the transaction as the runner's own; :meth:`step` checks the mark."""

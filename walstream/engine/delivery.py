@@ -83,7 +83,8 @@ class Delivery:
             self._backend = Backend(int(pid), str(start))
             self.position = cursors.position(cur, lane)
             """The stored cursor."""
-        connection.rollback()
+            cursors.sign_in(cur, lane, self._backend)
+        connection.commit()
 
     # -- deliveries ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from walstream.errors import WalstreamError
 from walstream.source.failures import classify
 
 from .cursors import Cursors
-from .leadership import Lease
+from .leadership import Lease, end_backend
 from .projector_runner import ProjectorRunner
 from .retry import Backoff
 
@@ -193,7 +193,11 @@ class Keeper:
             charge.stood_by = False
             charge.written = ("starting", None, None)
             # Before the runner hears of it: what its lanes write down after this is newer.
-            Cursors(self._namespace, charge.name, generation).set_state(cur, *charge.written, force=True)
+            cursors = Cursors(self._namespace, charge.name, generation)
+            cursors.set_state(cur, *charge.written, force=True)
+            for backend in cursors.backends(cur):
+                if end_backend(cur, backend):
+                    log.warning("ended server process %d of the runner of %r before", backend.pid, charge.name)
             charge.renew_at = now + self._lease_seconds / 3
             log.debug("projector %r: generation %d is ours", charge.name, generation)
             runner.appoint(generation, now + self._lease_seconds)

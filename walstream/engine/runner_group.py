@@ -179,10 +179,10 @@ class RunnerGroup:
         ``row_security`` and ``synchronous_commit``. The cursor of an external one may be lost with the server: the
         order it refers to was written before it, and the events come again."""
         settings = self._settings
-        session: dict[str, str] = {}
-        if options.transactional:
-            session["idle_in_transaction_session_timeout"] = str(max(1, round(options.deadline * 1000)))
-        else:
+        # Should this process be stopped in mid-transaction, the server ends it; an external one's are a few statements.
+        patience = options.deadline if options.transactional else settings.lease_seconds
+        session = {"idle_in_transaction_session_timeout": str(max(1, round(patience * 1000)))}
+        if not options.transactional:
             session["synchronous_commit"] = "off"
         made = connect(
             settings.require_dsn(),
