@@ -1,4 +1,4 @@
-"""The consumer is killed, the server crashes, a process is stopped past its own replacement: the ledger is the oracle."""
+"""The consumer is killed, the server crashes, a process is stopped past its replacement: the ledger is the oracle."""
 
 from __future__ import annotations
 
