@@ -65,6 +65,11 @@ class OrderBench:
         )
         return [seq for (seq,) in rows]
 
+    def unflushed(self) -> int:
+        """Bytes of WAL that a crash of the server would take (nothing but its WAL writer lessens them by itself)."""
+        ((bytes_behind,),) = self.execute("SELECT (pg_current_wal_insert_lsn() - pg_current_wal_flush_lsn())::bigint")
+        return int(bytes_behind)
+
     def take_over(self) -> int:
         """What a take-over does: one UPDATE of the generation's row."""
         rows = self.execute(

@@ -13,7 +13,6 @@ from tests.conftest import Database, Server
 from tests.integration.order_bench import OrderBench, bench, module_database, until
 from walstream.config import quote
 from walstream.errors import ConfigError, Fenced, LedgerError, WalstreamError
-from walstream.lsn import parse_lsn
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment, encode_body
 from walstream.order.wake import Notifier
@@ -205,21 +204,14 @@ def test_only_what_is_durable_survives_a_crash(own_server: Callable[..., Postgre
     with bench(server.dsn()) as order:
         order.create_ledger()
         writer = order.writer()
-
-        def behind() -> int:
-            ((position, flushed),) = order.execute(
-                "SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn()::text"
-            )
-            return parse_lsn(position) - parse_lsn(flushed)
-
         order.order(writer, [1], durable=True)
         position = writer.wal_position()
         order.order(writer, [2])
-        assert behind() > 0
+        assert order.unflushed() > 0
         order.order(writer, [3], recovered=True, durable=True)
-        assert behind() <= 0
+        assert order.unflushed() <= 0
         order.order(writer, [4])  # the setting was of that one transaction only
-        assert behind() > 0
+        assert order.unflushed() > 0
         assert writer.wal_position() > position
         server.stop("immediate")
         with pytest.raises(WalstreamError) as caught:
