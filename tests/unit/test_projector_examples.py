@@ -1,0 +1,24 @@
+"""The examples in docstrings of what users write against, run as they stand."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = (
+    "walstream.metrics",
+    "walstream.engine.projector",
+    "walstream.engine.context",
+    "walstream.testing.events",
+    "walstream.testing.faulty",
+    "walstream.testing.memory",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0
+    assert found.failed == 0
