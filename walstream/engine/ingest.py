@@ -66,6 +66,8 @@ class IngestSession:
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._canary_sent = 0.0
+        self.ended_in_time = True
+        """Whether the orderer's thread has ended; if not, it waits for its connection, which has to be cut."""
         self.handed_over = 0
         """Position of the stream up to which everything has been submitted to the orderer."""
         self.idle_position = 0
@@ -96,8 +98,8 @@ class IngestSession:
                     self._stream.wait(_IDLE_WAIT)
             self._finish()
         finally:
-            self._orderer.stop(timeout=5.0)
             self._stream.close()
+            self.ended_in_time = self._orderer.stop(timeout=5.0)
 
     def _turn(self) -> bool:
         """One round; ``True`` if there may be more to read at once."""

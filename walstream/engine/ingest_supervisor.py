@@ -153,6 +153,7 @@ class IngestSupervisor:
         stream: MessageStream | None = None
         notifier: Notifier | None = None
         caretaker: Caretaker | None = None
+        session: IngestSession | None = None
         lease = Lease.for_ingest(settings.namespace, owner=self._owner, seconds=settings.lease_seconds)
         taken = False
         try:
@@ -196,14 +197,15 @@ class IngestSupervisor:
                 key_prefix=identity.key_prefix,
                 pending_limit=settings.pending_bytes,
                 on_progress=_after_flush(stream, notifier),
-                heartbeat=lambda: store.heartbeat(orderer, session),
+                heartbeat=lambda: store.heartbeat(orderer, running),
                 heartbeat_seconds=max(0.2, settings.lease_seconds / 4),
             )
-            session = IngestSession(settings, stream, intake, orderer, lambda: _quietly(self._canary))
+            running = IngestSession(settings, stream, intake, orderer, lambda: _quietly(self._canary))
+            session = running
             store.announce()
-            caretaker = self._caretaker(session, watch, lease.generation, identity, orderer, everything=slot_moved)
+            caretaker = self._caretaker(running, watch, lease.generation, identity, orderer, everything=slot_moved)
             caretaker.start()
-            self._session = session
+            self._session = running
             if self._stopping.is_set():
                 return
             self._become("streaming", generation=lease.generation)
@@ -214,9 +216,11 @@ class IngestSupervisor:
                 lease.generation,
                 tail.next_offset,
             )
-            session.run()
+            running.run()
         finally:
             self._session = None
+            if session is not None and not session.ended_in_time:
+                _quietly(connection.cancel)  # closing a connection waits for the statement that runs on it
             if caretaker is not None:
                 caretaker.stop()
             if notifier is not None:

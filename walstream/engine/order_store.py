@@ -87,8 +87,9 @@ class FencedStore:
         """Write down who ingests now, with the walsender's pid and start, by which a take-over would end it."""
         self._execute(
             "state = 'streaming', error = NULL, started_at = clock_timestamp(), heartbeat_at = clock_timestamp(),"
+            " lease_until = clock_timestamp() + make_interval(secs => %s),"
             " walsender_pid = %s, walsender_start = %s::timestamptz",
-            (self._stream.backend_pid, self._stream.backend_start),
+            (self._lease.seconds, self._stream.backend_pid, self._stream.backend_start),
         )
 
     def heartbeat(self, orderer: Orderer, session: IngestSession) -> None:
