@@ -39,6 +39,7 @@ class HotBuffer:
         self._total = 0
         self._next = 1
         self._incarnation = 0
+        self._suspended = False
         self._closed = False
         self._error: BaseException | None = None
 
@@ -112,6 +113,15 @@ class HotBuffer:
         with self._changed:
             self._clear(next_offset)
             self._incarnation += 1
+            self._suspended = False
+            self._changed.notify_all()
+
+    def suspend(self) -> None:
+        """Nobody feeds it until the next :meth:`reset`: ingest has not begun yet, lost a connection, or another process
+        ingests now. Readers go cold, where they see what that other process orders."""
+        with self._changed:
+            self._clear(self._next)
+            self._suspended = True
             self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -139,7 +149,7 @@ class HotBuffer:
         Returns:
             Events with the offsets ``after + 1`` and following; an empty sequence if nothing came in time (or the
             buffer was reset meanwhile); ``None`` if the reader must go cold, because ``after + 1`` is no longer here,
-            or not yet, or belongs to another incarnation, or the buffer was closed and nothing is left.
+            or not yet, or belongs to another incarnation, or the buffer is suspended, or was closed and nothing is left.
 
         Raises:
             BaseException: the one that :meth:`close` was given, when nothing is left.
@@ -153,6 +163,8 @@ class HotBuffer:
                 if after + 1 < self._next:
                     return self._slice(after + 1, limit)
                 if after + 1 > self._next:
+                    return None
+                if self._suspended and not self._closed:
                     return None
                 if self._closed:
                     if self._error is not None:

@@ -155,22 +155,18 @@ class ColdReader:
 
     def _events(self, stretch: _Stretch, count: int, rows: dict[int, Row], after: int) -> list[Event]:
         events: list[Event] = []
-        prefix = self._key_prefix
-        pieces = stretch.pieces
-        previous: Commit | None = None
-        for number, (start, lsn, time_us, recovered) in enumerate(pieces):
+        add, find, seqs = events.append, rows.get, stretch.seqs
+        ends = [piece[0] for piece in stretch.pieces[1:]]
+        commit = Commit(0, 0, 0, self._key_prefix)
+        for (start, lsn, time_us, recovered), end in zip(stretch.pieces, [*ends, count], strict=True):
             if start >= count:
                 break
-            end = min(count, pieces[number + 1][0] if number + 1 < len(pieces) else count)
-            if previous is None or not _same_transaction(previous.lsn, lsn):
-                previous = Commit(lsn, time_us, 0, prefix, recovered)
-            commit = previous
-            offset = after + 1 + start
-            for index in range(start, end):
-                row = rows.get(stretch.seqs[index])
+            if start == 0 or not _same_transaction(commit.lsn, lsn):
+                commit = Commit(lsn, time_us, 0, self._key_prefix, recovered)
+            for index in range(start, end if end < count else count):
+                row = find(seqs[index])
                 if row is not None:
-                    events.append(Event(offset, row, commit))
-                offset += 1
+                    add(Event(after + 1 + index, row, commit))
         return events
 
     def _without_missing(self, seqs: Sequence[int], rows: dict[int, Row], after: int) -> int:
