@@ -88,6 +88,7 @@ class IngestSupervisor:
         self._settings = settings
         self._ports = ports
         self._buffer = buffer
+        self._buffer.suspend()  # until a session begins: another process may be the one that ingests
         self._owner = owner
         self._stopping = threading.Event()
         self._session: IngestSession | None = None
@@ -219,6 +220,7 @@ class IngestSupervisor:
             running.run()
         finally:
             self._session = None
+            self._buffer.suspend()
             if session is not None and not session.ended_in_time:
                 _quietly(connection.cancel)  # closing a connection waits for the statement that runs on it
             if caretaker is not None:
