@@ -71,6 +71,7 @@ class StreamRig:
             sql("cold"),  # type: ignore[arg-type]
             lambda connection: ColdReader(connection, settings.namespace, settings.ledger, KEY_PREFIX),
             self._bell.waiter(),
+            poll_seconds=60.0,
             max_bytes=1 << 20,
         )
 

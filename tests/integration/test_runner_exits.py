@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.conftest import Database
 from tests.integration.test_runner_failures import QUICK, Effect, effects
 from tests.runner_world import SESSIONS, World, eventually, world_of
 from walstream.engine.context import Context
+from walstream.engine.lanes import lane_of
 from walstream.engine.projector import FunctionProjector, Projector
 from walstream.errors import ExitCode
 from walstream.event import Event
@@ -96,3 +98,36 @@ def test_a_payload_that_python_cannot_parse_is_the_readers_trouble_alone(world: 
     assert set(text.seen) == {deep, long, last}
     assert text.seen[deep] == "[" * 7000 + "]" * 7000
     assert world.parked("text") == []
+
+
+def test_what_is_done_is_done_although_the_projector_fails_after_it(world: World) -> None:
+    class Late(FaultyProjector):
+        def project(self, events: Sequence[Event], ctx: Context) -> None:
+            for event in events:
+                super().project([event], ctx)
+                ctx.done(event)
+            raise ValueError("while cleaning up")
+
+    last = world.add_many(10)
+    projector = Late("p", max_attempts=1)
+    world.start(projector)
+    eventually(lambda: world.reached("p", last))
+    assert projector.done == list(range(1, last + 1))
+    assert world.parked("p") == []
+
+
+def test_an_exit_is_not_held_up_by_another_lane(world: World) -> None:
+    release = threading.Event()
+
+    def work(event: Event) -> None:
+        if event.event_type == "exit":
+            raise SystemExit(0)
+        release.wait(30)
+
+    by_lane = {lane_of(session.encode(), 2): session for session in SESSIONS}
+    world.add("slow", session=by_lane[0])
+    world.add("exit", session=by_lane[1])
+    group = world.start(FunctionProjector(work, lanes=2))
+    assert group.wait(10)
+    release.set()
+    assert group.stop(5)

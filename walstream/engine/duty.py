@@ -158,6 +158,7 @@ class Duty:
         except BaseException as raised:
             log.warning("projector %r ends the process: %s", self.options.name, describe(raised)[0])
             error = exit_requested(raised)
+            self._runner.services.on_exit(error)  # at once: the other lanes may be busy for long
         with self._lock:
             if self.error is None:
                 self.error = error

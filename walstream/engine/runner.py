@@ -239,6 +239,11 @@ class LaneRunner:
                 continue
             if isinstance(error, TransactionEnded):
                 self.halt(flowing[0], error)
+            if self._all_done(flowing):
+                # It said that it had finished the last one, and failed after that: nothing is left to be tried again.
+                log.warning("%s failed after all of its batch was done: %s", self.name, describe(error)[0])
+                self._the_delivery.deliver((), waiting, through)
+                return
             if len(flowing) > 1:
                 self._narrow(events, flowing, through)
                 return
@@ -256,6 +261,10 @@ class LaneRunner:
         flowing = [event for event in events if event.session_id not in blocked]
         return flowing, [event for event in events if event.session_id in blocked]
 
+    def _all_done(self, flowing: Sequence[Event]) -> bool:
+        finished = self._the_delivery.done
+        return not self._desk.options.transactional and finished is not None and finished.offset >= flowing[-1].offset
+
     def _narrow(self, events: Sequence[Event], flowing: Sequence[Event], through: int) -> None:
         """Find the bad event: deliver the batch again in parts."""
         repeatable = self._desk.options.transactional
@@ -263,7 +272,7 @@ class LaneRunner:
         done = 0 if finished is None else sum(event.offset <= finished.offset for event in flowing)
         if done and not repeatable:
             # Done is done: the cursor moves up to there, and only the rest comes again.
-            reached = flowing[done - 1].offset if done < len(flowing) else through
+            reached = flowing[done - 1].offset
             _, waiting = self._sort([event for event in events if event.offset <= reached])
             self._the_delivery.deliver((), waiting, reached)
         for part in narrow(flowing, done=done, repeatable=repeatable):

@@ -162,6 +162,7 @@ class RunnerGroup:
             lambda: self._connect("cold"),
             lambda connection: ColdReader(connection, settings.namespace, settings.ledger, self._key_prefix),
             self._doorbell.waiter(),
+            poll_seconds=settings.poll_seconds,
             max_bytes=settings.chunk_bytes,
         )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
 Path = Literal["hot", "cold"]
+_HOT_LOOK = 0.1  # seconds between two looks at a hot buffer that does not have our place
 _COLD_CONNECTION_KEPT = 30.0  # seconds on the hot path before the cold reader's connection is given back
 
 
@@ -110,6 +111,7 @@ class StreamSource:
         connect: makes the cold reader's connection; called when it is first needed.
         cold: makes a cold reader on it.
         waiter: wakes a cold reader at the end of the order.
+        poll_seconds: how often a cold reader looks for more although nobody woke it.
         max_bytes: about so many bytes of rows are fetched at once (one event, at least).
     """
 
@@ -120,6 +122,7 @@ class StreamSource:
         cold: Callable[[Connection], Cold],
         waiter: Waiter,
         *,
+        poll_seconds: float,
         max_bytes: int,
     ) -> None:
         self._hot = hot
@@ -127,7 +130,10 @@ class StreamSource:
         self._connect = connect
         self._make_cold = cold
         self._waiter = waiter
+        self._poll_seconds = poll_seconds
         self._max_bytes = max_bytes
+        self._dry_at = -1
+        self._dry_until = 0.0
         self._connection: Connection | None = None
         self._cold: Cold | None = None
         self._cold_used = 0.0
@@ -141,19 +147,24 @@ class StreamSource:
     def read(self, after: int, *, limit: int, timeout: float) -> EventBatch:
         """See :class:`EventSource`."""
         until = time.monotonic() + timeout
+        rang = self._dry_at == after and self._waiter.wait(0.0)
         while True:
             batch = self._read_hot(after, limit, max(0.0, until - time.monotonic()))
             if batch is not None:
                 return batch
-            batch = self._read_cold(after, limit)
-            if batch.through > after:
-                return batch
-            left = until - time.monotonic()
+            now = time.monotonic()
+            if rang or self._dry_at != after or now >= self._dry_until:
+                batch = self._read_cold(after, limit)
+                if batch.through > after:
+                    return batch
+                # Nothing more: no need to ask again before somebody rings, or for a while.
+                self._dry_at, self._dry_until = after, now + self._poll_seconds
+            left = until - now
             if left <= 0:
-                return batch
-            # With a hot buffer that does not have our place yet (ingest begins, or another process ingests), look at
-            # it again soon; what wakes cold readers does not tell about it.
-            self._waiter.wait(left if self._hot is None else min(left, 0.1))
+                return EventBatch((), after)
+            pause = min(left, max(0.0, self._dry_until - now))
+            # A hot buffer that is idle (ingest begins, or another process ingests) may come to life; nobody rings then.
+            rang = bool(self._waiter.wait(pause if self._hot is None else min(pause, _HOT_LOOK)))
 
     def event_at(self, offset: int) -> Event | None:
         """See :class:`EventSource`."""
@@ -163,6 +174,7 @@ class StreamSource:
     def close(self) -> None:
         """Give the cold reader's connection back; the next cold read makes a new one."""
         self._cold = None
+        self._dry_at = -1
         if self._connection is not None:
             with contextlib.suppress(Exception):
                 self._connection.close()

@@ -223,6 +223,7 @@ class Subscription:
             lambda: self._connect("subscription"),
             lambda made: ColdReader(made, settings.namespace, settings.ledger, prefix),
             self._listener,
+            poll_seconds=settings.poll_seconds,
             max_bytes=settings.chunk_bytes,
         )
 
