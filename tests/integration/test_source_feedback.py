@@ -273,7 +273,7 @@ def test_a_network_that_swallows_everything_ends_the_connection(
 def test_large_messages_over_tls_are_read_without_waiting_for_the_next(
     own_server: Callable[..., PostgresServer], tmp_path: Path
 ) -> None:
-    """OpenSSL may hold the end of a message that poll() on the socket does not show."""
+    """What OpenSSL still holds is not shown by poll() on the socket; libpq must have taken all of it."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the program openssl to make a certificate")
     server = own_server()

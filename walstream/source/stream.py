@@ -60,9 +60,6 @@ BUSY_MESSAGES_PER_SECOND: Final = 10_000.0
 moment before it looks again. 0.2 to 0.3 ms pay; 1 ms is too long. At lower rates there is no nap, so no latency."""
 
 _NEVER: Final = 86_400.0  # status_interval: psycopg2's own timer for feedback stays out of the way of ours
-TLS_EMPTY_READS: Final = 3
-"""Reads that must find nothing before a TLS stream counts as empty. libpq makes room for at least 8 kB at a time, and
-OpenSSL holds at most one record (16 kB)."""
 
 
 class ReplicationStream:
@@ -92,8 +89,6 @@ class ReplicationStream:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poll = select.poll()
-        # OpenSSL may hold a decrypted piece of a message that no poll() on the socket shows.
-        self._empty_reads = TLS_EMPTY_READS if connection.info.ssl_in_use else 1
 
         self.backend_pid = 0
         self.backend_start = ""
@@ -172,13 +167,11 @@ class ReplicationStream:
             ConnectionLost, SlotError, DecodeError, …: as :mod:`walstream.source.failures` has it; the connection is
                 closed, whatever psycopg2 thinks of it.
         """
-        if self._closed:
-            raise ConnectionLost(f"{self._doing}: the stream is closed")
+        self._require_open()
         clock = time.monotonic
         read = self._reader.read_message
         due = self._due
-        empty_reads = self._empty_reads
-        count = empties = empty_at = 0
+        count = 0
         now = self.last_heard
         while count < limit:
             now = clock()
@@ -189,11 +182,7 @@ class ReplicationStream:
             except psycopg2.Error as error:
                 raise self._failed(error) from error
             if message is None:
-                empties = empties + 1 if count == empty_at else 1
-                if empties >= empty_reads:
-                    break
-                empty_at = count
-                continue
+                break
             count += 1
             if not handle(message.payload, message.data_start):
                 break
@@ -211,6 +200,7 @@ class ReplicationStream:
 
         After a busy burst it only naps for a quarter of a millisecond, for the walsender's sake.
         """
+        self._require_open()
         now = time.monotonic()
         burst, since, self._burst, self._last_wait = self._burst, now - self._last_wait, 0, now
         if burst > since * BUSY_MESSAGES_PER_SECOND and timeout >= NAP_SECONDS:
@@ -365,6 +355,10 @@ class ReplicationStream:
         self._sent_at = now
         self._due = now + self._feedback_every
         return self._due
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConnectionLost(f"{self._doing}: the stream is closed")
 
     def _failed(self, error: BaseException) -> WalstreamError:
         failure = classify(error, doing=self._doing)
