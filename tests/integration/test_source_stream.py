@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg2
 import pytest
+from psycopg2.extensions import make_dsn
 
 from tests.conftest import Database
 from tests.integration.source_ledgers import TABLE, Ledger, slot_name
@@ -336,6 +337,42 @@ def test_a_restart_is_a_lost_connection(own_server: Callable[..., PostgresServer
         restart.join()
     with ledger.reading() as reading:
         reading.until_rows(1)
+
+
+def test_a_walsender_that_gave_us_up_is_a_lost_connection(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C50, C51: what would happen if nobody looked at the clock."""
+    monkeypatch.setattr("walstream.source.stream.MIN_TIMEOUT", 0.0)
+    dsn = make_dsn(ledger.settings.dsn, options="-c wal_sender_timeout=800ms")
+    ledger.settings = ledger.settings.model_copy(update={"dsn": dsn})
+    with ledger.reading() as reading:
+        reading.turn()
+        end = time.monotonic() + 20
+        pid = reading.stream.backend_pid
+        while ledger.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid) and time.monotonic() < end:
+            time.sleep(0.1)
+        reading.stream._stall_after = float("inf")
+        with pytest.raises(ConnectionLost):
+            reading.for_a_while(10)
+
+
+def test_prepared_transactions_come_when_they_commit(ledger: Ledger, database: Database) -> None:
+    """C29: as ordinary ones, in the place of their COMMIT PREPARED."""
+    conn = database.connect()
+    for gid, event_type in (("g1", "kept"), ("g2", "dropped")):
+        conn.tpc_begin(gid)
+        conn.cursor().execute("INSERT INTO agent_events (event_type) VALUES (%s)", (event_type,))
+        conn.tpc_prepare()
+        conn.reset()
+    ledger.insert("later")
+    with ledger.reading() as reading:
+        reading.until_rows(1)
+        assert reading.event_types == ["later"]
+        database.execute("COMMIT PREPARED 'g1'")
+        database.execute("ROLLBACK PREPARED 'g2'")
+        ledger.insert("last")
+        reading.until_rows(3)
+    assert reading.event_types == ["later", "kept", "last"]
+    assert {tag for tag, _, _ in reading.messages} == {"B", "R", "I", "C"}
 
 
 def test_a_change_that_the_server_cannot_send_names_where_it_stands(database: Database) -> None:
