@@ -63,7 +63,7 @@ COLUMNS: tuple[tuple[str, str, st.SearchStrategy[Any], str], ...] = (
     ("flag", "boolean", st.none() | st.booleans(), "boolsend"),
     ("weight", "float8", st.none() | st.floats(), "float8send"),
     ("note", "json", st.none() | JSON, "json_send"),
-    ("stay", "interval", st.none() | st.integers(-(1 << 31), 1 << 31).map(lambda s: f"{s} s"), "interval_send"),
+    ("stay", "interval", st.none() | st.integers(-(1 << 31), (1 << 31) - 1).map(lambda s: f"{s} s"), "interval_send"),
 )
 NAMES = [column[0] for column in COLUMNS]
 LEDGER = ("seq", "session_id", "agent_id", "event_type", "payload", "created_at")
