@@ -46,6 +46,20 @@ class KeyFile(Projector):
         os.write(self._file, b"".join(f"{event.offset} {event.key}\n".encode() for event in events))
 
 
+class Lengths(Projector):
+    """External: looks at every payload once, as a projector that has something to do with it."""
+
+    name = "lengths"
+
+    def project(self, events: Sequence[Event], ctx: Context) -> None:
+        del ctx
+        for event in events:
+            assert event.payload_bytes.endswith(b"}")
+
+
+lengths = Stream()
+lengths.add(Lengths())
+
 stream = Stream()
 stream.add(Seen())
 if "CHAOS_KEY_FILE" in os.environ:

@@ -421,6 +421,25 @@ def test_payloads_of_50_megabytes_are_read_one_by_one(order: OrderBench) -> None
     assert grown < 4 * largest
 
 
+def test_a_large_payload_comes_in_pieces_and_is_the_same(order: OrderBench) -> None:
+    """Characters of one to four bytes, so that pieces end inside of some."""
+    ((seq, text),) = order.execute(
+        "INSERT INTO agent_events (session_id, agent_id, event_type, payload) VALUES (gen_random_uuid(), 'a', 'big',"
+        " jsonb_build_object('k', repeat('aé€😀', 700000))) RETURNING seq, payload::text"
+    )
+    seqs = [*order.insert(1), seq]
+    order.order(order.writer(), seqs, sizes=[100, len(text.encode())])
+    batch = order.reader().read(0, 10, 1 << 20)
+    assert [event.seq for event in batch.events] == seqs[:1]
+    (event,) = order.reader().read(1, 10, 1 << 20).events
+    assert event.seq == seq
+    assert event.payload_text == text
+    assert (event.event_type, event.agent_id) == ("big", "a")
+    order.execute("DELETE FROM agent_events WHERE seq = %s", seq)
+    with pytest.raises(RowMissing):
+        order.reader().read(1, 10, 1 << 20)
+
+
 def test_a_long_order_is_read_in_bounded_queries(order: OrderBench) -> None:
     """Twelve thousand events, in segments of all sizes, read with limits that never fit them."""
     seqs = order.insert(12_000)

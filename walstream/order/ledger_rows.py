@@ -22,6 +22,7 @@ from psycopg2.extensions import cursor as Cursor
 from walstream.config import LedgerTable, quote
 from walstream.errors import LedgerError
 from walstream.event import Row
+from walstream.order.large_rows import payload_in_pieces
 from walstream.order.table import query, spelled
 from walstream.source.failures import classify
 
@@ -40,6 +41,7 @@ class _Shape:
     names: tuple[str, ...]  # all columns, in the table's order
     extras: tuple[str, ...]
     select: str
+    select_light: str  # the same with NULL for the payload
     types: tuple[int, ...]  # of the selected columns, to notice when they change
 
 
@@ -84,12 +86,36 @@ class LedgerRows:
             )
         return rows
 
-    def _select(self, shape: _Shape, seqs: Sequence[int]) -> list[Row] | None:
+    def fetch_large(self, seq: int) -> dict[int, Row]:
+        """As :meth:`fetch` for one row whose payload is very large, with little more memory than that payload.
+
+        Raises:
+            LedgerError, WalstreamError: see there.
+        """
+        shape = self._known or self._look()
+        try:
+            with self._connection.cursor() as cursor:
+                cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                try:
+                    found = self._select(shape, [seq], light=True)
+                    payload = payload_in_pieces(self._connection, self._ledger, seq) if found else b""
+                finally:
+                    cursor.execute("ROLLBACK")
+        except psycopg2.Error as error:
+            raise classify(error, doing=f"reading {self._ledger.qualified} by {self._ledger.columns.seq}") from error
+        if found is None or len(found) > 1:
+            return self.fetch(
+                [seq]
+            )  # the table was changed a moment ago, or the seq is there twice: it knows what to do
+        return {row[0]: (*row[:4], payload, *row[5:]) for row in found}
+
+    def _select(self, shape: _Shape, seqs: Sequence[int], *, light: bool = False) -> list[Row] | None:
         """The rows, or ``None`` if the table no longer has this shape."""
+        select = shape.select_light if light else shape.select
         try:
             with self._connection.cursor() as cursor:
                 self._as_bytes(cursor, shape.types)
-                cursor.execute(f"{shape.select} = ANY(%s::bigint[])", (list(seqs),))
+                cursor.execute(f"{select} = ANY(%s::bigint[])", (list(seqs),))
                 if _types(cursor) != shape.types:
                     return None
                 found: list[Any] = cursor.fetchall()
@@ -152,11 +178,14 @@ class LedgerRows:
                 if not extras:
                     casts.append("NULL::text")  # the last field of a Row, so that what is fetched is a Row already
                 selected = f"SELECT {', '.join(casts)} {origin}"
+                nothing = f"CASE WHEN false THEN {casts[4]} END"  # of the payload's type
+                light = f"SELECT {', '.join([*casts[:4], nothing, *casts[5:]])} {origin}"
                 cursor.execute(f"{selected} WHERE false", ())
                 types = _types(cursor)
         except psycopg2.Error as error:
             raise classify(error, doing=doing) from error
-        return _Shape(fingerprint, names, extras, f"{selected} WHERE {wanted[0]}", types)
+        where = f" WHERE {wanted[0]}"
+        return _Shape(fingerprint, names, extras, selected + where, light + where, types)
 
     def _as_bytes(self, cursor: Cursor, types: Sequence[int]) -> None:
         register_type(BYTES, cursor)  # makes the cursor's own table of types

@@ -17,6 +17,7 @@ from psycopg2.extensions import connection as Connection
 from walstream.config import LedgerTable, quote
 from walstream.errors import LedgerError, RowMissing
 from walstream.event import Commit, Event, Row
+from walstream.order.large_rows import LARGE_CODE
 from walstream.order.ledger_rows import FINGERPRINT, LedgerRows
 from walstream.order.segment import SMALLEST_SIZE_CODE, Segment
 from walstream.order.table import COLUMNS, order_table, own_table, query, segment_of, segments_with_seqs_between
@@ -147,8 +148,11 @@ class ColdReader:
         count = stretch.cut(_fitting(stretch.sizes, max_bytes))
         seqs = stretch.seqs[:count]
         rows: dict[int, Row] = {}
-        for start in range(0, count, _CHUNK):
-            rows.update(self._rows.fetch(seqs[start : start + _CHUNK]))
+        if count == 1 and stretch.sizes[0] >= LARGE_CODE:
+            rows = self._rows.fetch_large(seqs[0])
+        else:
+            for start in range(0, count, _CHUNK):
+                rows.update(self._rows.fetch(seqs[start : start + _CHUNK]))
         if len(rows) < count:
             count = self._without_missing(seqs, rows, after)
         return ColdBatch(self._events(stretch, count, rows, after), after + count)
