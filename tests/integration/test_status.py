@@ -103,6 +103,16 @@ def test_what_needs_a_person_is_named_and_exits_1(ledger: Database) -> None:
     assert "does not exist" in shown
 
 
+def test_a_runner_in_trouble(ledger: Database) -> None:
+    for name, state in (("first", "hung"), ("second", "retrying")):
+        add_projector(ledger, name, 0, error=f"{name} [trouble]")
+        hold(ledger, name)
+        ledger.execute("UPDATE walstream.projectors SET state = %s WHERE name = %s", state, name)
+    hold(ledger, "ingest")
+    assert _status(ledger)[1]["problems"] == ["projector first is hung: first [trouble]"]
+    assert "second [trouble]" in call("status", dsn=ledger.dsn).stdout
+
+
 def test_an_ingest_whose_connection_is_gone_is_gone(ledger: Database) -> None:
     hold(ledger, "ingest").close()
     state = _status(ledger)[1]["ingest"]

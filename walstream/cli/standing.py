@@ -66,7 +66,8 @@ class ProjectorStanding:
     """One projector.
 
     Attributes:
-        state: what its runner wrote last; ``not running`` if no live process holds it.
+        state: what its runner wrote last (``hot``, ``cold``, ``retrying``, ``halted``, …); ``not running`` if no live
+            process holds it.
         offset: the last event that is done in every lane.
         lag_seconds: age of the commit of the next event; 0.0 if there is none, ``None`` if its time is not known.
     """
@@ -267,6 +268,8 @@ def _problems(
         if projector.state == "halted":
             at = f" at offset {projector.error_offset}" if projector.error_offset is not None else ""
             found.append(f"projector {projector.name} halted{at}: {projector.error}")
+        elif projector.state == "hung":
+            found.append(f"projector {projector.name} is hung: {projector.error}")
         elif projector.state == "not running":
             found.append(f"projector {projector.name}: no process runs it")
     return found

@@ -156,6 +156,11 @@ def render(standing: Standing) -> RenderableType:
     parts: list[RenderableType] = [head]
     if standing.projectors:
         parts.append(projector_table(standing.projectors))
+    parts += [
+        Text(f"~ projector {each.name} is retrying: {each.error}", style="yellow")
+        for each in standing.projectors
+        if each.state == "retrying" and each.error
+    ]
     parts += [Text(f"! {console.redact(problem)}", style="red") for problem in standing.problems]
     return Group(*parts)
 
@@ -168,7 +173,8 @@ def projector_table(projectors: Sequence[ProjectorStanding]) -> Table:
     table = Table("projector", "kind", "state")
     for column in ("offset", "lag", "seconds", "parked"):
         table.add_column(column, justify="right")
-    colours = {"running": "green", "halted": "red", "not running": "red", "paused": "yellow"}
+    colours = {"hot": "green", "halted": "red", "hung": "red", "not running": "red"}
+    colours |= dict.fromkeys(("paused", "retrying"), "yellow")
     for each in projectors:
         state = each.state if each.desired == "running" or each.state == "paused" else f"{each.state}, to be paused"
         table.add_row(
