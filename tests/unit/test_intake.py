@@ -125,7 +125,8 @@ def test_a_very_large_payload_is_not_kept() -> None:
     bursts = play(
         target, wire.begin(100), wire.relation(), wire.event(1, payload='"' + "x" * 5000 + '"'), wire.commit(100, 130)
     )
-    assert bursts[0].stripped == {0: 5002}
+    assert list(bursts[0].stripped) == [0]
+    assert 5002 < bursts[0].stripped[0] < 5200
     assert bursts[0].rows[0][4] == b""
 
 

@@ -58,7 +58,7 @@ class Backlog:
         rows = self.rows[:total]
         nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
         self.nbytes -= nbytes
-        sizes = [len(row[4]) for row in rows]
+        sizes = _row_sizes(rows)
         stripped = False
         if self.stripped:
             for index, size in self.stripped.items():
@@ -69,6 +69,13 @@ class Backlog:
         del self.pieces[:count]
         del self.rows[:total]
         return pieces, rows, size_codes(sizes), stripped, nbytes
+
+
+def _row_sizes(rows: Sequence[Row]) -> list[int]:
+    """Bytes of each row, as far as a reader's memory is concerned: payload and extras."""
+    if not rows or (rows[0][6] is None and rows[-1][6] is None):
+        return [len(row[4]) for row in rows]
+    return [len(row[4]) + sum(map(len, filter(None, row[6][1] if row[6] else ()))) for row in rows]
 
 
 def without_known(

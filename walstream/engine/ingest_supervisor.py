@@ -245,8 +245,14 @@ class IngestSupervisor:
     ) -> Caretaker:
         shared = _Shared(lambda: self._connect("chores", synchronous_commit="off", lock_timeout="5s"))
 
+        compactors: dict[int, Compactor] = {}  # by connection: a compactor remembers what is compact already
+
         def compact() -> None:
-            Compactor(shared.connection, self._settings.namespace, generation).run()
+            connection = shared.connection
+            if id(connection) not in compactors:
+                compactors.clear()
+                compactors[id(connection)] = Compactor(connection, self._settings.namespace, generation)
+            compactors[id(connection)].run()
 
         stopping = threading.Event()
         reconciler = Reconciler(

@@ -69,7 +69,7 @@ class Burst:
     violations: list[Violation] = field(default_factory=list)
     nbytes: int = 0
     stripped: dict[int, int] = field(default_factory=dict)
-    """Rows (by index) whose payload was too large to be kept, with its size in bytes: projectors read them cold."""
+    """Rows (by index) that were too large to be kept, with their size in bytes: projectors read them cold."""
 
 
 class Intake:
@@ -139,7 +139,7 @@ class Intake:
             row = decode(payload, lsn)
             size = len(payload)
             if size >= self._chunk:
-                self._strip(row)
+                self._strip(row, size)
                 return False
             self._burst.rows.append(row)
             self._tx_bytes += size
@@ -201,11 +201,11 @@ class Intake:
         self.passed = end_lsn
         return burst.nbytes < self._chunk
 
-    def _strip(self, row: Row) -> None:
+    def _strip(self, row: Row, size: int) -> None:
         """Keep a very large row without its payload: it is in the ledger, and a cold read fetches it from there."""
         burst = self._burst
-        burst.stripped[len(burst.rows)] = len(row[4])
-        burst.rows.append((*row[:4], b"", *row[5:]))
+        burst.stripped[len(burst.rows)] = size
+        burst.rows.append((*row[:4], b"", row[5], None))
         self._cut()
 
     def _cut(self) -> None:
