@@ -245,14 +245,14 @@ class IngestSupervisor:
     ) -> Caretaker:
         shared = _Shared(lambda: self._connect("chores", synchronous_commit="off", lock_timeout="5s"))
 
-        compactors: dict[int, Compactor] = {}  # by connection: a compactor remembers what is compact already
+        compactor: Compactor | None = None
 
         def compact() -> None:
+            nonlocal compactor
             connection = shared.connection
-            if id(connection) not in compactors:
-                compactors.clear()
-                compactors[id(connection)] = Compactor(connection, self._settings.namespace, generation)
-            compactors[id(connection)].run()
+            if compactor is None or compactor.connection is not connection:
+                compactor = Compactor(connection, self._settings.namespace, generation)
+            compactor.run()
 
         stopping = threading.Event()
         reconciler = Reconciler(

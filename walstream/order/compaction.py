@@ -105,6 +105,11 @@ class Compactor:
         names = {"order": order_table(namespace), "generation": own_table(namespace, "generation")}
         self._replace = _REPLACE.format(**names)
 
+    @property
+    def connection(self) -> Connection:
+        """The connection that it works on."""
+        return self._connection
+
     def run(self, max_merges: int = 10) -> int:
         """Merge up to ``max_merges`` runs; return how many it were. To be called now and then, while ingest is quiet.
 
