@@ -26,6 +26,7 @@ from tests.integration.source_ledgers import Ledger, Reading, Relay, slot_name
 from walstream.errors import ConnectionLost, Stalled
 from walstream.postgres import PostgresServer
 from walstream.source import stream as stream_module
+from walstream.source.connection import connect
 
 LONG = 15_000  # rows of T2: more than fits into the buffers between server and client
 
@@ -232,18 +233,30 @@ def test_a_walsender_that_stands_still_is_seen_by_what_arrives(own_server: Calla
     with ledger.reading() as reading:
         reading.until_rows(1)
         reading.for_a_while(0.3)
+        conn = connect(server.dsn(), application_name="walstream:test")
+        before = reading.stream.progress(conn)
+        reading.stream.feedback(force=True)
+        reading.until(lambda: reading.stream.progress(conn) != before)  # it looks at our feedback: it lives
         os.kill(reading.stream.backend_pid, signal.SIGSTOP)
         try:
+            before = reading.stream.progress(conn)
             ledger.insert("silent")
             heard = reading.stream.last_heard
             reading.stream.confirm(reading.stream.passed)
             reading.for_a_while(1.5)  # our own feedback goes out, and counts for nothing
             assert reading.stream.last_heard == heard
             assert reading.event_types == ["one"]
+            assert reading.stream.progress(conn) == before
         finally:
             os.kill(reading.stream.backend_pid, signal.SIGCONT)
         reading.until_rows(2)
         assert reading.stream.last_heard > heard
+        assert reading.stream.progress(conn) != before
+        reading.stream.close()
+        end = time.monotonic() + 10
+        while reading.stream.progress(conn) is not None:
+            assert time.monotonic() < end
+        conn.close()
 
 
 def test_a_quiet_stream_hears_the_canary(ledger: Ledger) -> None:

@@ -278,6 +278,31 @@ def blockers(connection: Connection) -> list[Blocker]:
         ]
 
 
+def walsender_progress(connection: Connection, pid: int, started: str) -> tuple[int, str, str] | None:
+    """What shows that a walsender is at work although it sends nothing; ``None`` if it is gone.
+
+    Decoding a long transaction of other tables, or catching up through other databases' WAL, takes minutes in which
+    nothing arrives, no canary either: the walsender does one thing after the other, and as long as it receives our
+    feedback it sees no reason for a keepalive. But it moves its ``sent_lsn``, and it looks at our feedback at least
+    every half of ``wal_sender_timeout`` (``reply_time``). If two looks a whole timeout apart find the same, it stands
+    still.
+
+    Args:
+        pid, started: ``backend_pid`` and ``backend_start`` of the stream.
+
+    Returns:
+        ``sent_lsn``, ``reply_time`` and the state, to be compared with what the next look finds.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT coalesce(sent_lsn, '0/0')::text, coalesce(reply_time::text, ''), coalesce(state, '')"
+            " FROM pg_catalog.pg_stat_replication WHERE pid = %s AND backend_start = %s::timestamptz",
+            (pid, started),
+        )
+        row: Any = cursor.fetchone()
+    return (parse_lsn(row[0]), row[1], row[2]) if row else None
+
+
 def _slots(connection: Connection, condition: str, value: str) -> list[SlotFacts]:
     with connection.cursor() as cursor:
         cursor.execute(

@@ -33,12 +33,14 @@ from typing import Any, Final
 
 import psycopg2
 from psycopg2.errorcodes import OBJECT_IN_USE, UNDEFINED_OBJECT
+from psycopg2.extensions import connection as Connection
 from psycopg2.extras import LogicalReplicationConnection
 
 from walstream.config import Settings
 from walstream.errors import ConfigError, ConnectionLost, SlotError, Stalled, WalstreamError
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.source.connection import give_up_unacknowledged, replication_connect
+from walstream.source.facts import walsender_progress
 from walstream.source.failures import classify
 from walstream.source.slots import create_on, start_command
 
@@ -226,6 +228,14 @@ class ReplicationStream:
             if not self._closed and not self._wake_pending:
                 self._wake_pending = True
                 os.write(self._wake_write, b"\0")
+
+    def progress(self, connection: Connection) -> object | None:
+        """Ask over an SQL ``connection`` what the walsender is at; ``None`` if it is gone.
+
+        Silence alone proves nothing (see :func:`~walstream.source.facts.walsender_progress`); equal answers that are a
+        ``wal_sender_timeout`` apart prove that it stands still.
+        """
+        return walsender_progress(connection, self.backend_pid, self.backend_start)
 
     # -- acknowledging ------------------------------------------------------------------------------------------------
 
