@@ -34,6 +34,7 @@ _READY_SECONDS: Final = 30.0
 _OUTAGE_SECONDS: Final = 60.0
 _STUCK_SECONDS: Final = 30.0
 _STOP_SECONDS: Final = 15.0
+_RESPITE: Final = 1.5  # seconds that a consumer delivers before it is killed again, at random up to this
 _TICK: Final = 0.02
 _LOOK: Final = 0.1  # seconds between two questions to the database
 
@@ -233,7 +234,7 @@ class Demo:
         """Kill the consumer at its marks, until the agents are done and everything is delivered."""
         marks = self._marks()
         swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
-        look_at = moved_at = 0.0
+        look_at = moved_at = respite = 0.0
         moved = -1
         while True:
             self._child.check()
@@ -244,7 +245,8 @@ class Demo:
             progress.undone = swarm.tally.undone
             progress.handoffs = swarm.tally.handoffs_taken
             busy = swarm.busy
-            if marks and progress.committed >= marks[0] and progress.delivered and not self._outage():
+            if marks and progress.committed >= marks[0] and self._alive_for() > respite:
+                respite = self._random.uniform(0.0, _RESPITE)
                 marks.pop(0)
                 swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
                 self._kill()
@@ -274,6 +276,13 @@ class Demo:
         kills = self.progress.kills
         return kills[-1] if kills and kills[-1].back is None else None
 
+    def _alive_for(self) -> float:
+        """Seconds since the consumer delivers (again); below 0 while it does not."""
+        kills = self.progress.kills
+        if self._outage() or not self.progress.delivered:
+            return -1.0
+        return time.time() - (kills[-1].back or 0.0) if kills else _RESPITE + 1
+
     def _kill(self) -> None:
         time.sleep(self._random.uniform(0, 0.05))
         self._child.kill()
@@ -288,9 +297,7 @@ class Demo:
             self.progress.delivered, back_us = cur.fetchone() or (0, None)
             cur.execute(_BEHIND)
             position, cursors, generation = cur.fetchone() or (0, 0, 0)
-        if outage is None:
-            self._generation = generation
-        else:
+        if outage is not None:
             idle = self.progress.delivered >= self.progress.committed and generation > self._generation
             if back_us is not None:
                 outage.back = back_us / 1e6
@@ -300,6 +307,8 @@ class Demo:
                 raise WalstreamError(
                     f"no consumer took over within {_OUTAGE_SECONDS:.0f} s of the kill: {self._child.said}"
                 )
+        if not self._outage():
+            self._generation = generation
         return int(position) if cursors >= _PROJECTORS else 0
 
     def _remove_folder(self) -> None:
