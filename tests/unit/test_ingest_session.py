@@ -60,14 +60,16 @@ class Bench:
         self.stream = ScriptedStream()
         self.orderer = ScriptedOrderer()
         self.canaries = 0
+        self.walsender_at: object | None = None
         intake = Intake(Columns(), lambda _: True, key_prefix="l:1", resume=Resume(), chunk_bytes=1 << 20)
         self.session = IngestSession(settings, self.stream, intake, self.orderer, self._canary)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(run,), daemon=True)
         self.thread.start()
 
-    def _canary(self) -> None:
+    def _canary(self) -> object | None:
         self.canaries += 1
+        return self.walsender_at
 
     def _run(self, run: Callable[[IngestSession], None]) -> None:
         try:
@@ -161,6 +163,17 @@ def test_a_canary_that_comes_through_keeps_it_alive(bench: Bench) -> None:
         eventually(lambda seen=seen: bench.canaries > seen, "a canary")  # type: ignore[misc]
         bench.stream.keepalive(position)
     assert bench.error is None
+
+
+def test_a_silent_walsender_that_is_seen_to_move_is_left_alone(bench: Bench) -> None:
+    """A long transaction of other tables lets no canary through; to begin again would never end."""
+    for position in range(3):
+        bench.walsender_at = position
+        seen = bench.canaries
+        eventually(lambda seen=seen: bench.canaries > seen, "it is asked again")  # type: ignore[misc]
+        assert bench.error is None
+    eventually(lambda: bench.error is not None, "now it stands still, and is given up")
+    assert isinstance(bench.error, ConnectionLost)
 
 
 def test_what_ends_the_orderer_or_a_chore_ends_the_session(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from walstream.config import Settings
 from walstream.errors import ConnectionLost
@@ -18,6 +18,9 @@ from walstream.lsn import format_lsn
 
 from .intake import Intake
 from .orderer import Orderer
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
 
 _DRAIN_LIMIT = 4000  # messages between two looks at everything else
 _IDLE_WAIT = 0.25
@@ -28,6 +31,7 @@ class MessageStream(Protocol):
 
     backend_pid: int
     backend_start: str
+    patience: float
 
     def drain(self, handle: Callable[[bytes, int], bool], limit: int) -> int: ...
     def wait(self, timeout: float) -> None: ...
@@ -35,6 +39,7 @@ class MessageStream(Protocol):
     def note_commit(self, end_lsn: int) -> None: ...
     def confirm(self, lsn: int) -> None: ...
     def feedback(self) -> None: ...
+    def progress(self, connection: Connection) -> object | None: ...
     def close(self) -> None: ...
     @property
     def passed(self) -> int: ...
@@ -52,11 +57,17 @@ class IngestSession:
         stream: opened at the end of the order.
         intake: fresh, with the same resume position.
         orderer: not yet started.
-        canary: emits a logical message on another connection, and raises nothing: what it cannot say is heard.
+        canary: emits a logical message on another connection, and returns what the walsender is at (the stream's
+            ``progress``), or ``None`` if it could not find out. It raises nothing.
     """
 
     def __init__(
-        self, settings: Settings, stream: MessageStream, intake: Intake, orderer: Orderer, canary: Callable[[], None]
+        self,
+        settings: Settings,
+        stream: MessageStream,
+        intake: Intake,
+        orderer: Orderer,
+        canary: Callable[[], object | None],
     ) -> None:
         self._settings = settings
         self._stream = stream
@@ -66,6 +77,8 @@ class IngestSession:
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._canary_sent = 0.0
+        self._walsender_at: object | None = None
+        self._walsender_moved = 0.0
         self.ended_in_time = True
         """Whether the orderer's thread has ended; if not, it waits for its connection, which has to be cut."""
         self.handed_over = 0
@@ -144,22 +157,38 @@ class IngestSession:
                 self._stream.confirm(min(self.persisted_position, passed))
 
     def _check_liveness(self) -> None:
-        """Liveness is judged by what arrives. When nothing has, a canary must come through the stream."""
+        """Liveness is judged by what arrives. When nothing has, a canary must come through the stream.
+
+        A walsender that decodes a long transaction of other tables, or catches up through other databases' WAL, is
+        silent for minutes and lets no canary pass, and to drop it would only make it begin again, for ever. So it is
+        given up when nothing came *and* it was not seen to move (``patience``: as long as it may look the same while
+        it is well).
+        """
         now = time.monotonic()
         silence = now - self._stream.last_heard
         limit = self._settings.liveness_seconds
         if silence < limit:
             self._canary_sent = 0.0
-        elif not self._canary_sent:
+            return
+        if not self._canary_sent:
+            self._walsender_moved = now
+        if now - self._canary_sent >= limit:
+            if self._canary_sent and now - self._walsender_moved >= max(2 * limit, self._stream.patience):
+                raise ConnectionLost(
+                    f"nothing arrived on slot {self._settings.slot!r} for {silence:.0f} s, not even the message sent to"
+                    f" test it, and its walsender (pid {self._stream.backend_pid}) was not seen to move; last position"
+                    f" {format_lsn(self._stream.passed)}",
+                    hint="the connection is half-open (a firewall, a stopped walsender); it is made anew",
+                )
             # On a thread of its own: making a connection can take as long as the network likes, and feedback is due.
-            threading.Thread(target=self._canary, name="walstream-canary", daemon=True).start()
+            threading.Thread(target=self._probe, name="walstream-canary", daemon=True).start()
             self._canary_sent = now
-        elif now - self._canary_sent > limit:
-            raise ConnectionLost(
-                f"nothing arrived on slot {self._settings.slot!r} for {silence:.0f} s, not even the message sent to"
-                f" test it; last position {format_lsn(self._stream.passed)}",
-                hint="the connection is half-open (a firewall, a stopped walsender); it is made anew",
-            )
+
+    def _probe(self) -> None:
+        found = self._canary()
+        if found is not None and found != self._walsender_at:
+            self._walsender_at = found
+            self._walsender_moved = time.monotonic()
 
     def _finish(self) -> None:
         """A bounded goodbye: order what was received, then confirm as much of it as the stream has passed."""

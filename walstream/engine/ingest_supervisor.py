@@ -201,7 +201,7 @@ class IngestSupervisor:
                 heartbeat=lambda: store.heartbeat(orderer, running),
                 heartbeat_seconds=max(0.2, settings.lease_seconds / 4),
             )
-            running = IngestSession(settings, stream, intake, orderer, lambda: _quietly(self._canary))
+            running = IngestSession(settings, stream, intake, orderer, self._canary_on(stream))
             session = running
             store.announce()
             caretaker = self._caretaker(running, watch, lease.generation, identity, orderer, everything=slot_moved)
@@ -292,13 +292,23 @@ class IngestSupervisor:
         log.info("another ingest has the lease (%s); standing by", holder)
         self._become("standby")
 
-    def _canary(self) -> None:
-        connection = self._connect("canary", statement_timeout="5s")
-        try:
-            with connection.cursor() as cur:
-                cur.execute("SELECT pg_logical_emit_message(false, 'walstream', 'canary')")
-        finally:
-            connection.close()
+    def _canary_on(self, stream: MessageStream) -> Callable[[], object | None]:
+        def canary() -> object | None:
+            found: list[object | None] = []
+
+            def look() -> None:
+                connection = self._connect("canary", statement_timeout="5s")
+                try:
+                    with connection.cursor() as cur:
+                        cur.execute("SELECT pg_logical_emit_message(false, 'walstream', 'canary')")
+                    found.append(stream.progress(connection))
+                finally:
+                    connection.close()
+
+            _quietly(look)
+            return found[0] if found else None
+
+        return canary
 
     def _become(self, state: str, error: WalstreamError | None = None, generation: int = 0) -> None:
         self.state = IngestState(state, time.monotonic(), error, generation)

@@ -74,6 +74,7 @@ class ReplicationStream:
         passed: the stream's own position: the highest commit end that was noted, or a later keepalive's.
         confirmed: the position that was last acknowledged; 0 before the first.
         last_heard: ``time.monotonic()`` when anything last arrived.
+        patience: seconds after which equal answers of :meth:`progress` prove that the walsender stands still.
     """
 
     def __init__(self, connection: LogicalReplicationConnection, settings: Settings) -> None:
@@ -99,6 +100,7 @@ class ReplicationStream:
         self.passed = 0
         self.confirmed = 0
         self.last_heard = time.monotonic()
+        self.patience = DEFAULT_TIMEOUT
         self._wanted = 0
         self._confirms = 0
         self._sent_passed = 0
@@ -232,8 +234,8 @@ class ReplicationStream:
     def progress(self, connection: Connection) -> object | None:
         """Ask over an SQL ``connection`` what the walsender is at; ``None`` if it is gone.
 
-        Silence alone proves nothing (see :func:`~walstream.source.facts.walsender_progress`); equal answers that are a
-        ``wal_sender_timeout`` apart prove that it stands still.
+        Silence alone proves nothing (see :func:`~walstream.source.facts.walsender_progress`); equal answers that are
+        :attr:`patience` apart prove that it stands still.
         """
         return walsender_progress(connection, self.backend_pid, self.backend_start)
 
@@ -292,6 +294,7 @@ class ReplicationStream:
         if timeout:
             self._feedback_every = min(timeout, DEFAULT_TIMEOUT) / 6
             self._stall_after = timeout / 3
+            self.patience = timeout
             give_up_unacknowledged(descriptor, timeout / 4)
         self._reader.start_replication_expert(
             start_command(self._slot, start_lsn, self._publication), decode=False, status_interval=_NEVER

@@ -17,6 +17,7 @@ class ScriptedStream:
 
     backend_pid = 0
     backend_start = "1970-01-01 00:00:00+00"
+    patience = 0.0
 
     def __init__(self, messages: Iterable[tuple[bytes, int]] = ()) -> None:
         self._messages = deque(messages)
@@ -76,6 +77,10 @@ class ScriptedStream:
 
     def feedback(self) -> None:
         self.feedbacks += 1
+
+    def progress(self, connection: object) -> object | None:
+        del connection
+        return None
 
     def close(self) -> None:
         self.closed = True
