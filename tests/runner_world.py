@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import time
 import uuid
@@ -48,6 +49,14 @@ class World:
         self.hot: HotBuffer | None = None
         self._lsn = 0x1000000
         self._groups: list[RunnerGroup] = []
+
+    def beside(self) -> World:
+        """The same world with a connection of its own, for another thread. Close its ``connection`` afterwards."""
+        made = copy.copy(self)
+        made.connection = connect(self.database.dsn, application_name="test", search_path="public")
+        made.writer = OrderWriter(made.connection, self.settings.namespace, 0)
+        made._groups = []
+        return made
 
     def close(self) -> None:
         for group in self._groups:

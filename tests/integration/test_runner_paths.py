@@ -70,7 +70,7 @@ def test_while_another_process_ingests_the_order_is_read(world: World) -> None:
     world.hot = None
     projector = FaultyProjector("p")
     group = world.group(projector)
-    group._hot = hot
+    group._supply._hot = hot
     group.start()
     last = world.add_many(30)
     eventually(lambda: world.reached("p", last))

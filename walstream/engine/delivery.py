@@ -47,6 +47,8 @@ class Delivery:
         lane: whose cursor it is.
         environment: for the context.
         abandoned: true once an async projector shall be cancelled.
+        rebuilding: for the context.
+        guard: asked about what a transactional projector did, before its transaction commits; may refuse it.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Delivery:
         lane: int,
         environment: str,
         abandoned: Callable[[], bool],
+        rebuilding: bool = False,
+        guard: Callable[[Cursor], None] | None = None,
     ) -> None:
         self._projector = projector
         self._options = options
@@ -74,8 +78,13 @@ class Delivery:
         self._abandoned = abandoned
         self._ticket: Ticket | None = None
         self.name = name_of(options.name, lane)
+        self._guard = guard
         self._context = Context(
-            options.name, lane=lane, environment=environment, connection=connection if options.transactional else None
+            options.name,
+            lane=lane,
+            environment=environment,
+            rebuilding=rebuilding,
+            connection=connection if options.transactional else None,
         )
         with connection.cursor() as cur:
             cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
@@ -170,6 +179,8 @@ class Delivery:
                 with self._watched(), self._connection.cursor() as cur:
                     self._cursors.mark_batch(cur, mark)
                     self._run(self._projector.project(events, context))
+                    if self._guard is not None:
+                        self._guard(cur)
                     step(cur, mark)
                     self._connection.commit()
             else:

@@ -41,8 +41,8 @@ class Duty:
         self._runner = runner
         self.term = term
         self.options = runner.options
-        self.metrics = runner.services.metrics
-        namespace, name = runner.services.namespace, runner.options.name
+        self.metrics = runner.supply.metrics
+        namespace, name = runner.supply.namespace, runner.options.name
         self.cursors = Cursors(namespace, name, generation)
         self.parking = Parking(namespace, name, generation)
         self.lanes: list[LaneThread] = []
@@ -68,11 +68,11 @@ class Duty:
             self._runner.wait_while_current(self.term, min(left, _LOOK_SECONDS))
 
     def open_source(self) -> EventSource:
-        return self._runner.services.open_source()
+        return self._runner.supply.open_source()
 
     def open_delivery(self, lane: int) -> Delivery:
         runner = self._runner
-        connection = runner.services.connect(self.options)
+        connection = runner.supply.connect_projector(self.options)
         try:
             return Delivery(
                 runner.projector,
@@ -80,10 +80,10 @@ class Duty:
                 connection,
                 self.cursors,
                 self.parking,
-                runner.services.watchdog,
+                runner.supply.watchdog,
                 runner.loop,
                 lane=lane,
-                environment=runner.services.environment,
+                environment=runner.supply.environment,
                 abandoned=lambda: runner.aborting,
             )
         except BaseException:
@@ -158,7 +158,7 @@ class Duty:
         except BaseException as raised:
             log.warning("projector %r ends the process: %s", self.options.name, describe(raised)[0])
             error = exit_requested(raised)
-            self._runner.services.on_exit(error)  # at once: the other lanes may be busy for long
+            self._runner.on_exit(error)  # at once: the other lanes may be busy for long
         with self._lock:
             if self.error is None:
                 self.error = error

@@ -12,57 +12,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from walstream.errors import Fenced, WalstreamError
-from walstream.metrics import Metrics
 
-from .deadline import Watchdog
 from .delivery import name_of
 from .duty import Duty, LaneThread
 from .event_loop import LoopThread
 from .projector import Options, Projector
 from .retry import Backoff, Fault, describe, judge
 from .runner import Halted
-from .source import EventSource
-
-if TYPE_CHECKING:
-    from psycopg2.extensions import connection as Connection
+from .supply import Supply
 
 log = logging.getLogger("walstream.runner")
 
 _AGAIN = Backoff(0.2, 30.0)
-
-
-class Services:
-    """What all runners of a process share.
-
-    Args:
-        namespace, environment: of the stream.
-        open_source: makes an event source, for one thread.
-        connect: makes a projector's own connection.
-        watchdog: enforces deadlines.
-        metrics: numbers about them.
-        on_exit: called when a projector wants the process to end (SystemExit and the like), or cannot go on at all.
-    """
-
-    def __init__(
-        self,
-        namespace: str,
-        environment: str,
-        open_source: Callable[[], EventSource],
-        connect: Callable[[Options], Connection],
-        watchdog: Watchdog,
-        metrics: Metrics,
-        on_exit: Callable[[WalstreamError], None],
-    ) -> None:
-        self.namespace = namespace
-        self.environment = environment
-        self.open_source = open_source
-        self.connect = connect
-        self.watchdog = watchdog
-        self.metrics = metrics
-        self.on_exit = on_exit
 
 
 class ProjectorRunner:
@@ -70,13 +33,17 @@ class ProjectorRunner:
 
     Args:
         projector, options: what to run, and how.
-        services: see there.
+        supply: connections and the like, shared by all runners of the process.
+        on_exit: called when the projector wants the process to end (SystemExit and the like), or cannot go on at all.
     """
 
-    def __init__(self, projector: Projector, options: Options, services: Services) -> None:
+    def __init__(
+        self, projector: Projector, options: Options, supply: Supply, on_exit: Callable[[WalstreamError], None]
+    ) -> None:
         self.projector = projector
         self.options = options
-        self.services = services
+        self.supply = supply
+        self.on_exit = on_exit
         self.loop = LoopThread(f"walstream-{options.name}-loop")
         self._changed = threading.Condition()
         self._generation = 0
@@ -87,6 +54,7 @@ class ProjectorRunner:
         self._aborting = False
         self._set_up = False
         self._duty: Duty | None = None
+        self._working = False
         self._halted: Halted | None = None
         self._trouble: str | None = None
         self._failures = 0
@@ -146,7 +114,7 @@ class ProjectorRunner:
         """It has had its time: cancel what is async, end the transactions of what is not."""
         self._aborting = True
         for lane in range(max(self.options.lanes, len(self._lanes))):
-            self.services.watchdog.end_now(name_of(self.options.name, lane))
+            self.supply.watchdog.end_now(name_of(self.options.name, lane))
 
     def join(self, timeout: float) -> bool:
         """Wait for the threads to end; ``False`` if they did not."""
@@ -184,7 +152,7 @@ class ProjectorRunner:
             return "stopped", None, None
         if not self._generation:
             return "standby", None, None
-        if self._paused:
+        if self._paused and not self._working:
             return "paused", None, None
         states = {lane.runner.state for lane in lanes}
         retrying = next((lane.runner for lane in lanes if lane.runner.state == "retrying"), None)
@@ -213,8 +181,10 @@ class ProjectorRunner:
                         return
                     duty = self._duty = Duty(self, self._generation, self._term)
                     self._trouble = None
+                    self._working = True
                 duty.work()
                 duty.wait_for_lanes()
+                self._working = False
                 self._conclude(duty)
         finally:
             self._close()
@@ -259,7 +229,7 @@ class ProjectorRunner:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, pause)
         else:
-            self.services.on_exit(error)
+            self.on_exit(error)
             self.request_stop()
 
     def set_up(self, duty: Duty) -> None:

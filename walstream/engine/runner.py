@@ -18,7 +18,7 @@ from walstream.event import Event
 from walstream.metrics import Metrics
 from walstream.source.failures import classify
 
-from .cursors import Cursors, StaleCursor, TransactionEnded
+from .cursors import Cursors, StaleCursor
 from .delivery import Delivery, name_of
 from .lanes import Selection, cut
 from .parking import Parking
@@ -237,7 +237,7 @@ class LaneRunner:
                 delay = error.delay if isinstance(error, RetryLater) else None
                 self._wait(error, flowing, options.retry.pause(later) if delay is None else delay)
                 continue
-            if isinstance(error, TransactionEnded):
+            if isinstance(error, ProjectorHalted):
                 self.halt(flowing[0], error)
             if self._all_done(flowing):
                 # It said that it had finished the last one, and failed after that: nothing is left to be tried again.

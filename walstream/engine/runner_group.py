@@ -6,28 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import psycopg2
 
 from walstream.config import Settings
 from walstream.errors import ConfigError, WalstreamError
 from walstream.metrics import METRICS, Metrics
 from walstream.order.buffer import HotBuffer
-from walstream.order.reader import ColdReader
-from walstream.order.wake import Listener
-from walstream.source.connection import connect
 
-from .deadline import Watchdog
-from .doorbell import Doorbell
 from .keeper import Keeper
 from .leadership import owner_name
 from .projector import Options, Projector
-from .projector_runner import ProjectorRunner, Services
-from .source import EventSource, StreamSource
-
-if TYPE_CHECKING:
-    from psycopg2.extensions import connection as Connection
+from .projector_runner import ProjectorRunner
+from .supply import Supply
 
 log = logging.getLogger("walstream.runner")
 
@@ -57,33 +46,20 @@ class RunnerGroup:
         owner: str | None = None,
         metrics: Metrics = METRICS,
     ) -> None:
-        self._settings = settings
-        self._hot = hot
-        self._key_prefix = key_prefix
         self._error: WalstreamError | None = None
         self._ended = threading.Event()
-        self._watchdog = Watchdog(lambda: self._connect("deadline", connect_timeout=5))
-        self._doorbell = Doorbell(
-            lambda: Listener(lambda: self._connect("wake"), settings.namespace, settings.poll_seconds),
-            settings.poll_seconds,
-        )
-        services = Services(
-            settings.namespace,
-            settings.environment,
-            self._open_source,
-            self._projector_connection,
-            self._watchdog,
-            metrics,
-            self._exit,
-        )
-        self._runners = [ProjectorRunner(p, o, services) for p, o in resolve(projectors, settings)]
+        self._supply = Supply(settings, hot, key_prefix, metrics)
+        self._runners = [
+            ProjectorRunner(projector, options, self._supply, self._exit)
+            for projector, options in resolve(projectors, settings)
+        ]
         self._keeper = Keeper(
             settings.namespace,
             self._runners,
             owner=owner or owner_name(),
             lease_seconds=settings.lease_seconds,
             poll_seconds=settings.poll_seconds,
-            connect=lambda: self._connect("projectors", statement_timeout="30s"),
+            connect=lambda: self._supply.connect("projectors", statement_timeout="30s"),
             on_error=self._exit,
         )
 
@@ -114,8 +90,7 @@ class RunnerGroup:
         if hung:
             log.error("projectors hang and are left behind: %s", ", ".join(hung))
         self._keeper.stop()
-        self._doorbell.stop()
-        self._watchdog.stop()
+        self._supply.stop()
         return not hung
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -148,60 +123,10 @@ class RunnerGroup:
         """Projector -> its state here (also ``standby``), and why, if it is not well."""
         return {runner.options.name: runner.state[:2] for runner in self._runners}
 
-    # -- what the runners need -----------------------------------------------------------------------------------------
-
     def _exit(self, error: WalstreamError) -> None:
         if self._error is None:
             self._error = error
         self._ended.set()
-
-    def _open_source(self) -> EventSource:
-        settings = self._settings
-        return StreamSource(
-            self._hot,
-            lambda: self._connect("cold"),
-            lambda connection: ColdReader(connection, settings.namespace, settings.ledger, self._key_prefix),
-            self._doorbell.waiter(),
-            poll_seconds=settings.poll_seconds,
-            max_bytes=settings.chunk_bytes,
-        )
-
-    def _connect(self, role: str, connect_timeout: int | None = None, **options: str) -> Connection:
-        settings = self._settings
-        return connect(
-            settings.require_dsn(),
-            application_name=f"walstream:{settings.namespace}:{role}",
-            connect_timeout=connect_timeout or settings.connect_timeout,
-            options=options,
-        )
-
-    def _projector_connection(self, options: Options) -> Connection:
-        """A projector's own connection. A transactional one is the user's: the server's ``search_path``,
-        ``row_security`` and ``synchronous_commit``. The cursor of an external one may be lost with the server: the
-        order it refers to was written before it, and the events come again."""
-        settings = self._settings
-        # Should this process be stopped in mid-transaction, the server ends it; an external one's are a few statements.
-        patience = options.deadline if options.transactional else settings.lease_seconds
-        session = {"idle_in_transaction_session_timeout": str(max(1, round(patience * 1000)))}
-        if not options.transactional:
-            session["synchronous_commit"] = "off"
-        made = connect(
-            settings.require_dsn(),
-            application_name=f"walstream:{settings.namespace}:{options.name}",
-            autocommit=False,
-            connect_timeout=settings.connect_timeout,
-            options=session,
-            search_path=None if options.transactional else "pg_catalog",
-        )
-        try:
-            if options.transactional:
-                with made.cursor() as cur:
-                    cur.execute("SET row_security = on")
-                made.commit()
-        except psycopg2.Error:
-            made.close()
-            raise
-        return made
 
 
 def resolve(projectors: Sequence[Projector], settings: Settings) -> list[tuple[Projector, Options]]:

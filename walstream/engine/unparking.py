@@ -11,10 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from walstream.errors import LedgerError, RetryLater
+from walstream.errors import LedgerError, ProjectorHalted, RetryLater
 from walstream.event import Event
 
-from .cursors import TransactionEnded
 from .delivery import Delivery
 from .lanes import lane_of
 from .parking import Entry
@@ -114,7 +113,7 @@ class Unparking:
             fault = judge(error, connection_lost=self._runner.broken)
             if fault in (Fault.CONNECTION, Fault.FENCED):
                 raise
-            if isinstance(error, TransactionEnded):
+            if isinstance(error, ProjectorHalted):
                 self._runner.halt(event, error)
             self._failed(entry, error, counts=fault is Fault.EVENT)
             return False

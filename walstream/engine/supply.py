@@ -1,0 +1,105 @@
+"""What all runners of a process draw on: connections, sources of events, and the watchdog over deadlines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psycopg2
+
+from walstream.config import Settings
+from walstream.metrics import Metrics
+from walstream.order.buffer import HotBuffer
+from walstream.order.reader import ColdReader
+from walstream.order.wake import Listener
+from walstream.source.connection import connect
+
+from .deadline import Watchdog
+from .doorbell import Doorbell
+from .projector import Options
+from .source import EventSource, StreamSource
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+
+class Supply:
+    """Made once a process. Connections are made when they are needed, and belong to whoever asked.
+
+    Args:
+        settings: of the stream.
+        hot: the buffer that ingest fills in this process; ``None`` if it runs elsewhere.
+        key_prefix: ``ledger:epoch`` of the ledger's identity.
+        metrics: where numbers go.
+    """
+
+    def __init__(self, settings: Settings, hot: HotBuffer | None, key_prefix: str, metrics: Metrics) -> None:
+        self._settings = settings
+        self._hot = hot
+        self._key_prefix = key_prefix
+        self.namespace = settings.namespace
+        self.environment = settings.environment
+        self.metrics = metrics
+        self.watchdog = Watchdog(lambda: self.connect("deadline", connect_timeout=5))
+        self._doorbell = Doorbell(
+            lambda: Listener(lambda: self.connect("wake"), settings.namespace, settings.poll_seconds),
+            settings.poll_seconds,
+        )
+
+    def stop(self) -> None:
+        """End the threads that serve all runners."""
+        self._doorbell.stop()
+        self.watchdog.stop()
+
+    def open_source(self) -> EventSource:
+        """An event source, for one thread."""
+        settings = self._settings
+        return StreamSource(
+            self._hot,
+            lambda: self.connect("cold"),
+            lambda connection: ColdReader(connection, settings.namespace, settings.ledger, self._key_prefix),
+            self._doorbell.waiter(),
+            poll_seconds=settings.poll_seconds,
+            max_bytes=settings.chunk_bytes,
+        )
+
+    def connect(self, role: str, connect_timeout: int | None = None, **options: str) -> Connection:
+        """A pinned connection in autocommit, named after its role.
+
+        Raises:
+            WalstreamError: see :func:`walstream.source.connection.connect`.
+        """
+        settings = self._settings
+        return connect(
+            settings.require_dsn(),
+            application_name=f"walstream:{settings.namespace}:{role}",
+            connect_timeout=connect_timeout or settings.connect_timeout,
+            options=options,
+        )
+
+    def connect_projector(self, options: Options) -> Connection:
+        """A projector's own connection. A transactional one is the user's: the server's ``search_path``,
+        ``row_security`` and ``synchronous_commit``. The cursor of an external one may be lost with the server: the
+        order it refers to was written before it, and the events come again."""
+        settings = self._settings
+        # Should this process be stopped in mid-transaction, the server ends it; an external one's are a few statements.
+        patience = options.deadline if options.transactional else settings.lease_seconds
+        session = {"idle_in_transaction_session_timeout": str(max(1, round(patience * 1000)))}
+        if not options.transactional:
+            session["synchronous_commit"] = "off"
+        made = connect(
+            settings.require_dsn(),
+            application_name=f"walstream:{settings.namespace}:{options.name}",
+            autocommit=False,
+            connect_timeout=settings.connect_timeout,
+            options=session,
+            search_path=None if options.transactional else "pg_catalog",
+        )
+        try:
+            if options.transactional:
+                with made.cursor() as cur:
+                    cur.execute("SET row_security = on")
+                made.commit()
+        except psycopg2.Error:
+            made.close()
+            raise
+        return made
