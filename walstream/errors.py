@@ -58,7 +58,7 @@ class ConnectionLost(Unavailable):
 
 
 class Stalled(ConnectionLost):
-    """This process stood still (stopped, swapped, suspended) for so long that the connection is dropped unread (rule 9)."""
+    """This process stood still (stopped, swapped, suspended) so long that the connection is dropped unread (rule 9)."""
 
 
 class SlotError(WalstreamError):

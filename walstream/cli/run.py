@@ -45,8 +45,8 @@ def run(
     Runs until SIGTERM or Ctrl-C. A second one for the same ledger stands by and takes over when the first is gone.
     Exit code 7: a projector with the policy "halt" stopped.
     """
-    from walstream.plugins import configured_projectors, load_target
     from walstream.errors import ConfigError
+    from walstream.plugins import configured_projectors, load_target
     from walstream.stream import run_host
     from walstream.wiring import make_host
 

@@ -149,7 +149,7 @@ class HotBuffer:
         Returns:
             Events with the offsets ``after + 1`` and following; an empty sequence if nothing came in time (or the
             buffer was reset meanwhile); ``None`` if the reader must go cold, because ``after + 1`` is no longer here,
-            or not yet, or belongs to another incarnation, or the buffer is suspended, or was closed and nothing is left.
+            or not yet, or belongs to another incarnation, or the buffer is suspended, or closed with nothing left.
 
         Raises:
             BaseException: the one that :meth:`close` was given, when nothing is left.
