@@ -11,7 +11,10 @@ from walstream.protocol.messages import Relation
 from walstream.testing import wire
 
 
-def intake(*, resume: Resume = Resume(), chunk: int = 1 << 20) -> Intake:
+FRESH = Resume()
+
+
+def intake(*, resume: Resume = FRESH, chunk: int = 1 << 20) -> Intake:
     def is_ledger(relation: Relation) -> bool:
         return relation.name == "agent_events"
 
