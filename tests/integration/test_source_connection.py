@@ -91,9 +91,8 @@ def test_further_options_and_search_path(database: Database) -> None:
 def test_application_name_is_ours_and_keeps_what_the_user_calls_it(database: Database) -> None:
     long = make_dsn(database.dsn, application_name="über-agenten " * 6)
     conn = connect(long, application_name="walstream:test")
-    name = setting(conn, "application_name")
-    assert name.startswith("walstream:test (")
-    assert len(name.encode()) <= APPLICATION_NAME_LIMIT
+    assert setting(conn, "application_name").startswith("walstream:test (")
+    assert len(conn.get_dsn_parameters()["application_name"].encode()) <= APPLICATION_NAME_LIMIT
     conn.close()
 
 

@@ -80,6 +80,19 @@ def test_open_transactions_are_named_waited_for_and_nothing_is_left(database: Da
         other.close()
 
 
+def test_timeouts_of_the_database_do_not_end_a_long_filling(ledger: Ledger, database: Database) -> None:
+    for name in ("idle_in_transaction_session_timeout", "idle_session_timeout", "transaction_timeout"):
+        if name != "transaction_timeout" or database.server.major >= 17:
+            database.execute(f"ALTER DATABASE {database.name} SET {name} = '200ms'")
+    with slots.create(ledger.settings.dsn, ledger.settings.slot) as new:
+        time.sleep(0.8)
+        conn = psycopg2.connect(ledger.settings.dsn)
+        with conn.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            cursor.execute("SET TRANSACTION SNAPSHOT %s", (new.snapshot,))
+        conn.close()
+
+
 def test_transactions_that_only_read_are_not_in_the_way(ledger: Ledger, database: Database) -> None:
     reader = database.connect()
     reader.cursor().execute("SELECT 1 FROM agent_events")

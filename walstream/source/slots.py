@@ -86,9 +86,17 @@ def create(
         dsn,
         application_name="walstream:create-slot",
         connect_timeout=connect_timeout,
-        options={"lock_timeout": f"{attempt_timeout * 1000:.0f}ms"},
+        options={
+            "lock_timeout": f"{attempt_timeout * 1000:.0f}ms",
+            # The exported snapshot is a transaction that stands idle for as long as the caller fills.
+            "idle_in_transaction_session_timeout": "0",
+            "idle_session_timeout": "0",
+        },
     )
     try:
+        if made.server_version >= 170000:
+            with made.cursor() as cursor:
+                cursor.execute("SET transaction_timeout = 0")
         new = create_on(made, slot, timeout=timeout, failover=failover, on_wait=on_wait)
         try:
             yield new
