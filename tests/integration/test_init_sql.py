@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from tests.cli_calls import Called, call, ok
 from tests.conftest import Database, Server
 from tests.integration.births import insert_rows, streamed_seqs
+from tests.integration.streams import Installed
 from walstream.cli import app
-from walstream.config import load
+from walstream.config import Settings, load
 from walstream.errors import ExitCode
+from walstream.ledger import schema
 from walstream.ledger.identity import check_identity
 from walstream.postgres import PostgresServer
 from walstream.source.connection import connect
@@ -178,6 +180,38 @@ def test_a_login_with_the_grants_passes_every_check(database: Database, slot: st
     assert [check for check in report["checks"] if check["state"] == "failed"] == []
     would_run(dsn, slot)
     assert call("status", "--json", dsn=dsn).json["problems"] == ["no ingest is running: start `walstream run`"]
+
+
+def test_what_only_a_superuser_can_give_is_said(database: Database, server: Server, slot: str) -> None:
+    called = call("init", "--slot", slot, "--grants", "nobody_at_all", dsn=database.dsn)
+    assert called.exit_code == ExitCode.CONFIG
+    assert 'CREATE ROLE "nobody_at_all"' in called.stderr
+    assert database.execute("SELECT count(*) FROM pg_namespace WHERE nspname = 'walstream'") == [(0,)]
+
+    role = f"plain_{database.name[-8:]}"
+    server.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        ok("init", "--slot", slot, dsn=database.dsn)
+        database.execute("ALTER TABLE agent_events ENABLE ROW LEVEL SECURITY")
+        notes = ok("init", "--slot", slot, "--grants", role, "--json", dsn=database.dsn).json["notes"]
+        assert any(f'ALTER ROLE "{role}" REPLICATION' in note for note in notes)
+        assert any(f'ALTER ROLE "{role}" BYPASSRLS' in note for note in notes)
+    finally:
+        database.execute(f"DROP OWNED BY {role}")
+        server.execute(f"DROP ROLE {role}")
+
+
+def test_rows_that_stood_there_before_the_script_are_found_by_run(
+    database: Database,
+) -> None:
+    database.execute(schema.ledger_sql(Settings().ledger))
+    insert_rows(database, 3)
+    psql(database, ok("init", "--slot", database.name[:60], "--sql", dsn=database.dsn).stdout)
+    stream = Installed(database)
+    with stream.host():
+        insert_rows(database, 2)
+        stream.wait_ordered()
+    assert sorted(stream.ordered()) == [1, 2, 3, 4, 5]
 
 
 def test_a_role_that_may_not_set_up_is_told_what_to_do(database: Database, slot: str, login: str) -> None:

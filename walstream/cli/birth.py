@@ -23,7 +23,7 @@ from walstream.ledger.identity import set_slot_state
 from walstream.lsn import format_lsn
 
 from .plan import floor_query
-from .session import database
+from .session import PATIENT, database
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -144,7 +144,8 @@ def _lease(settings: Settings, conn: Connection) -> Iterator[tuple[int, Callable
             cur.execute(f"UPDATE {quote(settings.namespace)}.ingest SET state = 'init', error = NULL")
             cur.execute("COMMIT")
         except BaseException:
-            conn.rollback()
+            with contextlib.suppress(Exception):  # what was raised matters more
+                cur.execute("ROLLBACK")
             raise
         renewed = time.monotonic()
 
@@ -196,7 +197,7 @@ class _Filling:
 
     def on_snapshot(self, snapshot: str) -> int:
         """Order what the exported snapshot shows and the order does not have; return how many rows."""
-        with database(self._settings, "init-snapshot") as reader, reader.cursor() as cur:
+        with database(self._settings, "init-snapshot", PATIENT) as reader, reader.cursor() as cur:
             cur.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             cur.execute("SET TRANSACTION SNAPSHOT %s", (snapshot,))
             return self._order("ordering the rest", None, reader)

@@ -11,7 +11,7 @@ from walstream.errors import ConfigError, Unavailable
 
 from . import console
 from .options import Json, takes_settings
-from .session import LOCK_TIMEOUT, database
+from .session import LOCK_TIMEOUT, PATIENT, database
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # `local`: a synchronous standby that is away must not hold set-up for ever; whatever is lost with the primary is made
 # again by the next `walstream init`. `off` is not needed: what has to be quick commits rarely here.
-_SESSION: Final = {"default_transaction_isolation": "read committed", "synchronous_commit": "local"}
+_SESSION: Final = {**PATIENT, "default_transaction_isolation": "read committed", "synchronous_commit": "local"}
 
 _SIZE: Final = re.compile(r"^[1-9][0-9]{0,8}(kB|MB|GB|TB)$")
 """A size as the server takes it (documentation, 20.1.1 "Parameter Names and Values"), so that it can be quoted."""
@@ -92,18 +92,21 @@ def _set_up(
 ) -> None:
     from walstream.source.facts import UNBOUNDED, server_facts
 
+    from . import granting
     from .birth import bear
     from .progress import FillBar
 
+    if grants is not None:
+        granting.require_role(conn, grants)  # before anything is made
     kept = None if slot_wal_keep is None else _keep_wal(conn, slot_wal_keep)
     plan = _run_steps(settings, conn, from_now)
+    notes = list(plan.notes)
     if grants is not None:
-        _grant(settings, conn, grants)
+        notes += granting.grant(settings, conn, grants)
     born = None
     if plan.birth:
         with FillBar() as bar:
             born = bear(settings, conn, from_now=from_now, timeout=wait, progress=bar)
-    notes = list(plan.notes)
     if kept is not None:
         notes.append(kept)
     elif server_facts(conn).slot_keep_bytes == UNBOUNDED and not settings.allow_unbounded_slot:
@@ -175,18 +178,6 @@ def _lock_holders(conn: Connection, settings: Settings) -> list[str]:
             f"pid {pid} {name!r} by {user}, {state}, transaction open since {since}"
             for pid, name, user, state, since in cur.fetchall()
         ]
-
-
-def _grant(settings: Settings, conn: Connection, role: str) -> None:
-    from walstream.ledger.grants import grant_statements
-
-    conn.autocommit = False
-    try:
-        with conn, conn.cursor() as cur:
-            for statement in grant_statements(settings, role):
-                cur.execute(statement)
-    finally:
-        conn.autocommit = True
 
 
 def _keep_wal(conn: Connection, size: str) -> str:

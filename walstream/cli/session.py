@@ -15,6 +15,9 @@ LOCK_TIMEOUT: Final = "10s"
 """No command of a person waits longer for a lock than this: what it does is rarely worth a queue behind it, and every
 statement that waits for a strong lock makes everybody else wait as well."""
 
+PATIENT: Final[Mapping[str, str]] = {"statement_timeout": "0", "idle_in_transaction_session_timeout": "0"}
+"""For long reads of ours: limits that a role has for its application's sake."""
+
 
 @contextlib.contextmanager
 def database(settings: Settings, command: str, options: Mapping[str, str] | None = None) -> Iterator[Connection]:

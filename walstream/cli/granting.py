@@ -1,0 +1,61 @@
+"""``walstream init --grants ROLE``: what can be granted is, and what only a superuser can give is said."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from walstream.config import quote
+from walstream.errors import ConfigError
+from walstream.ledger.grants import grant_statements
+
+from .provider import provider_of
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+    from walstream.config import Settings
+
+
+def require_role(conn: Connection, role: str) -> None:
+    """Check that ``role`` exists.
+
+    Raises:
+        ConfigError: it does not; the hint has the statement that makes it.
+    """
+    with conn.cursor() as cur:
+        cur.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,))
+        if cur.fetchone() is None:
+            raise ConfigError(
+                f"there is no role {role!r} to grant anything to", hint=f"CREATE ROLE {quote(role)} LOGIN REPLICATION"
+            )
+
+
+def grant(settings: Settings, conn: Connection, role: str) -> list[str]:
+    """Grant, in one transaction; return what the role still lacks and only a superuser can give."""
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            for statement in grant_statements(settings, role):
+                cur.execute(statement)
+    finally:
+        conn.autocommit = True
+    provider = provider_of(conn)
+    with conn.cursor() as cur:
+        cur.execute(
+            "SELECT r.rolsuper OR r.rolreplication OR EXISTS (SELECT 1 FROM pg_catalog.pg_roles AS m"
+            " WHERE m.rolname = %s AND pg_catalog.pg_has_role(r.oid, m.oid, 'MEMBER')),"
+            " r.rolsuper OR r.rolbypassrls OR NOT c.relrowsecurity"
+            " FROM pg_catalog.pg_roles AS r, pg_catalog.pg_class AS c"
+            " WHERE r.rolname = %s AND c.oid = pg_catalog.to_regclass(%s)",
+            (provider.replication_role, role, settings.ledger.qualified),
+        )
+        row: Any = cur.fetchone()
+    notes = []
+    if not row[0]:
+        notes.append(f"{role} may not replicate yet: {provider.allow_replication(role)}")
+    if not row[1]:
+        notes.append(
+            f"row security is on, and hides rows from {role}: ALTER ROLE {quote(role)} BYPASSRLS (an owner needs it"
+            " not)"
+        )
+    return notes
