@@ -10,6 +10,7 @@ from walstream.errors import ConfigError
 
 from . import console
 from .options import Json, Yes, takes_settings
+from .rebuild import rebuild
 from .session import installed
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def register(app: typer.Typer) -> None:
     group.command()(pause)
     group.command()(resume)
     group.command()(reset)
+    group.command()(rebuild)
+    group.command()(rebuild)
     group.command()(remove)
     app.add_typer(group, name="projectors")
 
