@@ -266,7 +266,7 @@ class Demo:
         """After how many events the consumer is killed: a random number in each of so many equal parts of the way."""
         low, high = self._total * 0.05, self._total * 0.92
         part = (high - low) / max(self.plan.kills, 1)
-        return [int(low + part * (n + self._random.random())) for n in range(self.plan.kills)]
+        return [max(1, int(low + part * (n + self._random.random()))) for n in range(self.plan.kills)]
 
     def _slack(self) -> int:
         """How far agents may get beyond a mark whose kill is not due yet, because the last one is not over."""
