@@ -107,7 +107,7 @@ def test_a_consumer_that_loses_and_doubles_is_caught(
     assert shown_to_a_person.exit_code == 2  # copies of what?
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_stops_everything(temporary: Path, number: signal.Signals) -> None:
     process = started(temporary, "--events", "100000", "--rate", "50")
     try:
