@@ -1,7 +1,8 @@
 """The table ``commit_order``: what its columns are, and how a row becomes a segment.
 
 Readers, compaction and reconciler all read it through here. Whoever reads several rows at once must do so in one
-statement: compaction replaces many rows by one, and only within one snapshot are they all there.
+statement: compaction replaces many rows by one, and only within one snapshot are they all there. Whoever reads on in
+a second statement asks for the offsets that are still wanted, and not for rows that begin after the last one.
 """
 
 from __future__ import annotations
@@ -73,26 +74,28 @@ def segment_of(row: tuple[Any, ...]) -> Segment:
 def segments_with_seqs_between(connection: Connection, namespace: str, low: int, high: int) -> Iterator[Segment]:
     """Yield, in the order of offsets, every segment whose range of seqs touches ``low`` to ``high``.
 
+    Between two pages compaction may merge what was read with what was not; the whole is then yielded (again).
+
     Raises:
         LedgerError: a body is damaged.
         WalstreamError: of the connection.
     """
-    after = 0
+    following = 1  # the first offset that no page has covered
     while True:
         # `+ 0` keeps the planner from walking the primary key from its start for the sake of LIMIT.
         rows = query(
             connection,
             f"SELECT {COLUMNS} FROM {order_table(namespace)}"
-            " WHERE min_seq <= CAST(%s AS bigint) AND max_seq >= CAST(%s AS bigint) AND first_offset > %s"
+            " WHERE min_seq <= CAST(%s AS bigint) AND max_seq >= CAST(%s AS bigint) AND first_offset + events > %s"
             " ORDER BY first_offset + 0 LIMIT %s",
-            (high, low, after, _PAGE),
+            (high, low, following, _PAGE),
             doing=f"reading the order of seqs {low} to {high}",
         )
         for row in rows:
             yield segment_of(row)
         if len(rows) < _PAGE:
             return
-        after = rows[-1][0]
+        following = rows[-1][0] + rows[-1][1]
 
 
 def ordered_seqs(connection: Connection, namespace: str, seqs: Sequence[int]) -> set[int]:
