@@ -169,6 +169,21 @@ def test_a_file_that_is_not_there_and_a_server_that_is_not_there(ledger: Databas
     assert "secret" not in away.output
 
 
+def test_a_connection_that_is_lost_on_the_way_is_no_mystery(ledger: Database, tmp_path: Path) -> None:
+    ledger.execute(
+        "CREATE FUNCTION fall() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.payload = '4' THEN"
+        " PERFORM pg_terminate_backend(pg_backend_pid()); END IF; RETURN NEW; END $$;"
+        " CREATE TRIGGER fall BEFORE INSERT ON agent_events FOR EACH ROW EXECUTE FUNCTION fall()"
+    )
+    (tmp_path / "a.jsonl").write_text("".join(line(str(n)) for n in range(1, 7)))
+    result = run(ledger, str(tmp_path / "a.jsonl"), "--batch", "2")
+    assert result.exit_code == ExitCode.UNAVAILABLE
+    assert "already closed" not in result.stderr  # a consequence, and no cause
+    assert "2 events before it are committed" in result.stderr
+    assert f"whether lines 3 to 4 of {tmp_path}/a.jsonl are in the ledger has to be looked up" in result.stderr
+    assert rows(ledger) == ["1", "2"]
+
+
 def test_mapped_names_are_quoted(database: Database, tmp_path: Path) -> None:
     database.execute('CREATE SCHEMA "My %s"')
     database.execute(

@@ -135,8 +135,13 @@ def _append_all(importer: Importer, sources: Sources, checked: Checked, size: in
 
 
 def _with_hint(error: WalstreamError, importer: Importer, at_work: Batch | None) -> WalstreamError:
-    fate = f"; whether {at_work.extent} are in the ledger has to be looked up" if at_work and error.transient else ""
-    error.hint = f"{error.hint}; {_so_far(importer)}{fate}" if error.hint else f"{_so_far(importer)}{fate}"
+    if error.transient and at_work is not None:  # it may have been the commit that was not answered
+        error.hint = (
+            f"{_so_far(importer)}; whether {at_work.extent} are in the ledger has to be looked up before the rest"
+            " is imported"
+        )
+    else:
+        error.hint = "; ".join(filter(None, (error.hint, _so_far(importer))))
     return error
 
 

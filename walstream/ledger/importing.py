@@ -8,12 +8,12 @@ two files, so nothing of a transaction that holds a bad line is ever in the ledg
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Final
 
@@ -173,7 +173,7 @@ class Sources:
     def _session(self, session_id: str, copy: int) -> str:
         return copied_session(session_id, copy) if copy else session_id
 
-    @contextmanager
+    @contextlib.contextmanager
     def _open(self, file: str) -> Iterator[IO[bytes]]:
         if file == STDIN:
             yield self._standard_input()
@@ -227,9 +227,12 @@ class Importer:
             psycopg2.Error: anything else that goes wrong with the server.
         """
         try:
-            with self._connection, self._connection.cursor() as cur:
+            with self._connection.cursor() as cur:
                 insert_events(cur, self._ledger, batch.events)
+            self._connection.commit()
         except psycopg2.Error as error:
+            with contextlib.suppress(psycopg2.Error):  # the connection may be gone; the first error is the one to show
+                self._connection.rollback()
             if (error.pgcode or "")[:2] not in _ROW_ERRORS:
                 raise
             raise self._culprit(batch, error) from None
