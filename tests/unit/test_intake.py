@@ -10,7 +10,6 @@ from walstream.errors import DecodeError, LedgerError
 from walstream.protocol.messages import Relation
 from walstream.testing import wire
 
-
 FRESH = Resume()
 
 
