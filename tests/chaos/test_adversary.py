@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import Database
+from tests.integration.streams import Installed, Recorder, eventually
 from tests.runner_world import World
+from walstream.engine.leadership import Lease
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
@@ -41,3 +43,23 @@ def test_a_search_for_seqs_survives_compaction_between_its_pages(world: World) -
     for segment in search:
         found += segment.seqs
     assert set(found) == set(range(1, 251))
+
+
+def test_who_stood_by_during_an_adoption_works_under_the_new_identity(database: Database) -> None:
+    """Else it gives new events the keys of lost ones, and receivers take them for repetitions."""
+    stream = Installed(database)
+    holder = database.connect()
+    holder.autocommit = True
+    lease = Lease.for_ingest("walstream", owner="another", seconds=60)
+    recorder = Recorder()
+    with holder.cursor() as cur:
+        assert lease.acquire(cur) is not None
+        with stream.host(recorder) as host:
+            assert host.ingest is not None
+            eventually(lambda: host.ingest and host.ingest.state.state == "standby", "it stands by")
+            cur.execute("BEGIN; UPDATE walstream.identity SET epoch = 7")
+            lease.release(cur)
+            cur.execute("COMMIT")
+            stream.insert("one")
+            eventually(lambda: recorder.got, "the event")
+    assert recorder.got[0].key.split(":")[1:] == ["7", "1"]

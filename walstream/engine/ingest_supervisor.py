@@ -158,10 +158,11 @@ class IngestSupervisor:
         lease = Lease.for_ingest(settings.namespace, owner=self._owner, seconds=settings.lease_seconds)
         taken = False
         try:
-            identity = check_identity(connection, settings)
+            check_identity(connection, settings)
             if not take_over(connection, settings.namespace, lease, stopping=self._stopping, on_standby=self._stand_by):
                 return
             taken = True
+            identity = check_identity(connection, settings)  # again: an adoption or a set-up may have gone before
             slot_moved = ports.preflight(settings, connection)
             writer = OrderWriter(connection, settings.namespace, lease.generation)
             tail = writer.tail()
