@@ -63,3 +63,14 @@ def test_who_stood_by_during_an_adoption_works_under_the_new_identity(database: 
             stream.insert("one")
             eventually(lambda: recorder.got, "the event")
     assert recorder.got[0].key.split(":")[1:] == ["7", "1"]
+
+
+def test_keys_follow_an_adoption_beneath_a_reader_that_lives_on(world: World) -> None:
+    """A process that only runs projectors holds no lease, so nothing fences it when the epoch rises."""
+    reader = world.cold()
+    world.add("before")
+    (first,) = reader.read(0, 10, 1 << 20).events
+    world.execute("UPDATE walstream.identity SET epoch = epoch + 1")
+    world.add("after")
+    (second,) = reader.read(1, 10, 1 << 20).events
+    assert [event.key.split(":")[1] for event in (first, second)] == ["1", "2"]

@@ -85,7 +85,7 @@ class ColdReader:
             bytes what they are, and ``row_security = off`` makes a policy an error instead of a gap.
         namespace: schema of walstream's tables.
         ledger: the table and its mapping.
-        key_prefix: ``ledger:epoch``.
+        key_prefix: ``ledger:epoch``, as far as the identity in the database does not say otherwise.
     """
 
     def __init__(self, connection: Connection, namespace: str, ledger: LedgerTable, key_prefix: str) -> None:
@@ -233,20 +233,23 @@ class ColdReader:
 
     def _load(self, first: int, last: int) -> None:
         """Read the segments that hold the offsets ``first`` to ``last``, as far as they exist."""
-        order = order_table(self._namespace)
+        order, identity = order_table(self._namespace), own_table(self._namespace, "identity")
         known = next((part for part in reversed(self._parts) if part.segment.first_offset <= first), None)
         same = (known.segment.first_offset, known.segment.events) if known else (0, 0)
         fields = COLUMNS.replace("body", "CASE WHEN first_offset = %s AND events = %s THEN NULL ELSE body END")
         rows = query(
             self._connection,
-            f"SELECT {FINGERPRINT}, {fields} FROM {order} WHERE first_offset <= %s AND first_offset >= COALESCE("
+            # The epoch with the order: what was ordered after an adoption must not get a key of before.
+            f"SELECT (SELECT ledger_id::text || ':' || epoch FROM {identity}), {FINGERPRINT}, {fields} FROM {order}"
+            " WHERE first_offset <= %s AND first_offset >= COALESCE("
             f"(SELECT first_offset FROM {order} WHERE first_offset <= %s ORDER BY first_offset DESC LIMIT 1), 0)"
             " ORDER BY first_offset",
             (self._ledger.namespace, self._ledger.table, *same, last, first),
             doing=f"reading the order at offset {first}",
         )
         parts: list[_Part] = []
-        for fingerprint, *row in rows:
+        for key_prefix, fingerprint, *row in rows:
+            self._key_prefix = key_prefix or self._key_prefix
             self._rows.expect(fingerprint)
             if row[-1] is None and known is not None:
                 part = known  # the decoded segment is here already: what has an offset never changes
