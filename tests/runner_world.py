@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import json
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.conftest import Database
+import psycopg2
+from psycopg2.extensions import connection as Connection
+
+from tests.conftest import Database, RunningServer, Server
 from walstream.config import Settings
 from walstream.engine.projector import Projector
 from walstream.engine.runner_group import RunnerGroup
@@ -42,13 +47,15 @@ class World:
         self.settings = Settings.model_validate({"dsn": database.dsn, **quick, **settings})
         self.connection = connect(database.dsn, application_name="test", search_path="public")
         install(self.connection, self.settings.namespace)
-        self.execute(ledger_sql(self.settings.ledger))
+        if self.execute("SELECT to_regclass('public.agent_events')") == [(None,)]:
+            self.execute(ledger_sql(self.settings.ledger))
         self.execute(identity_sql(self.settings))
         self.execute("UPDATE walstream.identity SET ledger_id = %s, slot_state = 'ready'", KEY_PREFIX.partition(":")[0])
         self.writer = OrderWriter(self.connection, self.settings.namespace, 0)
         self.hot: HotBuffer | None = None
         self._lsn = 0x1000000
         self._groups: list[RunnerGroup] = []
+        self._connections: list[Connection] = []
 
     def beside(self) -> World:
         """The same world with a connection of its own, for another thread. Close its ``connection`` afterwards."""
@@ -58,10 +65,18 @@ class World:
         made._groups = []
         return made
 
+    def connect(self) -> Connection:
+        """A plain connection, not in autocommit; closed at the end of the test."""
+        made: Connection = psycopg2.connect(self.database.dsn)
+        self._connections.append(made)
+        return made
+
     def close(self) -> None:
         for group in self._groups:
             group.stop(1.0)
-        self.connection.close()
+        for connection in (*self._connections, self.connection):
+            with contextlib.suppress(psycopg2.Error):
+                connection.close()
 
     def execute(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
         """Run SQL on the world's own connection; return the rows."""
@@ -185,14 +200,51 @@ class World:
         ]
 
 
+_databases: dict[str, Database] = {}
+
+
 @contextlib.contextmanager
-def world_of(database: Database, **settings: Any) -> Iterator[World]:
-    """A world that is closed afterwards."""
+def world_on(server: Server, **settings: Any) -> Iterator[World]:
+    """A world in a database that all tests of this process use, one after the other: emptied before, closed after."""
+    database = _databases.get(server.dsn())
+    if database is None:
+        database = _databases[server.dsn()] = Database(server, f"t_runners_{secrets.token_hex(4)}")
+        database.create()
+        if isinstance(server, RunningServer):  # one of our own goes away with all that is in it
+            atexit.register(database.drop)
+    database.execute(_EMPTY)
     world = World(database, **settings)
     try:
         yield world
     finally:
         world.close()
+
+
+# Cheaper than to make it all anew: only rows go, and what a test added.
+_EMPTY = """
+    SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+     WHERE datname = current_database() AND pid <> pg_backend_pid();
+    DO $$ DECLARE what text; BEGIN
+        FOR what IN SELECT format('SCHEMA %I', nspname) FROM pg_namespace
+                     WHERE nspname NOT IN ('public', 'walstream', 'information_schema') AND nspname !~ '^pg_'
+                    UNION ALL
+                    SELECT format('%s public.%I', CASE relkind WHEN 'v' THEN 'VIEW IF EXISTS' ELSE 'TABLE' END, relname)
+                      FROM pg_class
+                     WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p', 'v')
+                       AND relname <> 'agent_events' LOOP
+            EXECUTE 'DROP ' || what || ' CASCADE';
+        END LOOP;
+        IF to_regnamespace('walstream') IS NOT NULL THEN
+            FOR what IN SELECT tablename FROM pg_tables
+                         WHERE schemaname = 'walstream' AND tablename <> 'migrations' LOOP
+                EXECUTE format('DELETE FROM walstream.%I', what);
+            END LOOP;
+            INSERT INTO walstream.generation (generation) VALUES (0);
+            INSERT INTO walstream.ingest DEFAULT VALUES;
+            DELETE FROM public.agent_events;
+            ALTER SEQUENCE public.agent_events_seq_seq RESTART;
+        END IF;
+    END $$"""
 
 
 def eventually(condition: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:

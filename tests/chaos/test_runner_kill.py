@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import World, eventually, world_of
+from tests.conftest import Server
+from tests.runner_world import World, eventually, world_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         yield made
 
 

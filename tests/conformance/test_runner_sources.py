@@ -8,8 +8,8 @@ from typing import Protocol
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import KEY_PREFIX, World, eventually, world_of
+from tests.conftest import Server
+from tests.runner_world import KEY_PREFIX, World, eventually, world_on
 from walstream.engine.doorbell import Doorbell
 from walstream.engine.source import EventSource, Reset, StreamSource
 from walstream.errors import RowMissing
@@ -94,8 +94,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     if request.param == "memory":
         yield MemoryRig()
         return
-    database: Database = request.getfixturevalue("database")
-    with world_of(database) as world:
+    server: Server = request.getfixturevalue("server")
+    with world_on(server) as world:
         # 2,000 bytes are four events: whatever is older is read cold.
         made = StreamRig(world, {"cold": None, "hot": 1 << 20, "hot and cold": 2000}[request.param])
         yield made
@@ -223,7 +223,7 @@ def test_a_row_that_is_gone_undeclared_is_an_error_that_names_it(rig: Rig) -> No
         rig.source.event_at(3)
 
 
-def test_a_new_incarnation_is_noticed(request: pytest.FixtureRequest) -> None:
+def test_a_new_incarnation_is_noticed(server: Server) -> None:
     """Rule 4, for the two that have one."""
     order = MemoryOrder()
     order.append([make_event(1), make_event(2)])
@@ -233,7 +233,7 @@ def test_a_new_incarnation_is_noticed(request: pytest.FixtureRequest) -> None:
         source.read(2, limit=10, timeout=5)
     assert source.read(1, limit=10, timeout=0).through == 1
 
-    with world_of(request.getfixturevalue("database")) as world:
+    with world_on(server) as world:
         rig = StreamRig(world, 1 << 20)
         last = rig.add(1, 1)
         assert rig.source.read(0, limit=10, timeout=0).through == last

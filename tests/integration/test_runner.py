@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_of
+from tests.conftest import Server
+from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.projector import FunctionProjector, Projector
 from walstream.event import Event
@@ -16,8 +16,8 @@ from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         yield made
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from psycopg2.extensions import cursor as Cursor
 
-from tests.conftest import Database
-from tests.runner_world import World, world_of
+from tests.conftest import Server
+from tests.runner_world import World, world_on
 from walstream.engine.cursors import Cursors, StaleCursor, TransactionEnded
 from walstream.engine.projector import Options
 from walstream.errors import ConfigError, Fenced
@@ -16,15 +16,15 @@ from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         made.add_many(10)
         yield made
 
 
 @pytest.fixture
 def cur(world: World) -> Iterator[Cursor]:
-    connection = world.database.connect()
+    connection = world.connect()
     with connection.cursor() as made:
         Cursors("walstream", "p").register(made, Options.of(FaultyProjector("p", lanes=2)))
         made.execute("UPDATE walstream.projectors SET generation = 5")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Database
+from tests.conftest import Server
 from tests.integration.test_runner_failures import Effect, effects
-from tests.runner_world import SESSIONS, World, eventually, world_of
+from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.deadline import Watchdog
 from walstream.engine.leadership import Backend
@@ -21,8 +21,8 @@ from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         made.execute("CREATE TABLE public.effect (n bigserial, projector text, event_offset bigint)")
         yield made
 
@@ -125,7 +125,7 @@ def test_a_stop_ends_the_transaction_of_what_hangs(world: World) -> None:
 
 def test_only_the_recorded_server_process_is_ended(world: World) -> None:
     """A process id is used again; the start time tells."""
-    victim = world.database.connect()
+    victim = world.connect()
     with victim.cursor() as cur:
         cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
         pid, start = cur.fetchone() or (0, "")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Database
+from tests.conftest import Server
 from tests.integration.test_runner_failures import QUICK, Effect, effects
-from tests.runner_world import SESSIONS, World, eventually, world_of
+from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.lanes import lane_of
 from walstream.engine.projector import FunctionProjector, Projector
@@ -21,8 +21,8 @@ from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         made.execute("CREATE TABLE public.effect (n bigserial, projector text, event_offset bigint)")
         yield made
 

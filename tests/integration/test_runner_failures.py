@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import SESSIONS, World, eventually, world_of
+from tests.conftest import Server
+from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.projector import FunctionProjector
 from walstream.errors import RetryLater
@@ -20,8 +20,8 @@ QUICK: dict[str, Any] = {"retry_first": 0.01, "retry_cap": 0.05, "park_first": 6
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         made.execute("CREATE TABLE public.effect (n bigserial, projector text, event_offset bigint)")
         yield made
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_of
+from tests.conftest import Server
+from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.projector import Projector
 from walstream.engine.rebuild import Outcome, Rebuild
@@ -25,8 +25,8 @@ from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         made.execute(
             "CREATE TABLE public.totals (session text PRIMARY KEY, n bigint, noted timestamptz DEFAULT now());"
             "CREATE TABLE public.lines (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, event_offset bigint,"

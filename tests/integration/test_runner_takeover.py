@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Database
+from tests.conftest import Server
 from tests.integration.test_runner_failures import Effect, effects
-from tests.runner_world import World, eventually, world_of
+from tests.runner_world import World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.projector import FunctionProjector
 from walstream.errors import ConfigError
@@ -18,8 +18,8 @@ from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         made.execute("CREATE TABLE public.effect (n bigserial, projector text, event_offset bigint)")
         yield made
 
@@ -225,7 +225,7 @@ def test_a_takeover_ends_the_transaction_of_the_one_that_was_stopped(world: Worl
     group = world.start(make("p"))
     eventually(lambda: world.reached("p", last))
     group.stop(5)
-    stopped, bystander = world.database.connect(), world.database.connect()
+    stopped, bystander = world.connect(), world.connect()
     with stopped.cursor() as cur:
         cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
         pid, start = cur.fetchone() or (0, "")

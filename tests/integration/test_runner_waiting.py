@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import SESSIONS, World, eventually, world_of
+from tests.conftest import Server
+from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream.engine.waiting import EventParked, ProgressWatch
 from walstream.errors import ConfigError, ProjectorHalted
 from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         yield made
 
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Database
-from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_of
+from tests.conftest import Database, Server
+from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_on
 from walstream.engine.subscribe import Subscription, subscribe
 from walstream.errors import ConfigError, LedgerError, RowMissing
 from walstream.event import Event
 
 
 @pytest.fixture
-def world(database: Database) -> Iterator[World]:
-    with world_of(database) as made:
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
         yield made
 
 

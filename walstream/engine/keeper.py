@@ -224,7 +224,9 @@ class Keeper:
             state = charge.runner.state
             if not charge.held or state == charge.written or state[0] == "standby":
                 continue
-            Cursors(self._namespace, charge.name, charge.lease.generation).set_state(cur, *state)
+            halted = charge.runner.halted
+            if halted is None or not halted.recorded:  # else it stands there, unless an operator has lifted it already
+                Cursors(self._namespace, charge.name, charge.lease.generation).set_state(cur, *state)
             charge.written = state
 
     def _say_goodbye(self, connection: Connection) -> None:

@@ -46,12 +46,14 @@ class Halted(ProjectorHalted):
     Attributes:
         reason: the error, in one line.
         offset: of the event; ``None`` if it was none.
+        recorded: the halt is written down in the database already.
     """
 
-    def __init__(self, message: str, *, hint: str = "", offset: int | None = None) -> None:
+    def __init__(self, message: str, *, hint: str = "", offset: int | None = None, recorded: bool = False) -> None:
         super().__init__(message, hint=hint)
         self.reason = message
         self.offset = offset
+        self.recorded = recorded
 
 
 class Desk(Protocol):
@@ -324,6 +326,7 @@ class LaneRunner:
             f" {event.event_type}, session {event.session_id}): {line}",
             hint="correct it and start again (or `walstream projectors resume`): it goes on with this event",
             offset=event.offset,
+            recorded=True,
         ) from error
 
     # -- small parts -----------------------------------------------------------------------------------------------
