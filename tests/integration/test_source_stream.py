@@ -272,22 +272,33 @@ def test_a_slot_of_another_database_ends_it(ledger: Ledger, database: Database) 
         ReplicationStream.open(elsewhere, start_lsn=0, generation=1)
 
 
-def test_a_publication_younger_than_the_slot_is_explained(database: Database) -> None:
+def test_a_missing_publication_ends_it(database: Database) -> None:
+    """C34: 18 only warns, and would go on without the change."""
+    ledger = Ledger(database.dsn, database.execute, slot_name(database.name))
+    database.execute(TABLE.format(name="agent_events"))
+    ledger.make_slot()
+    ledger.insert("x")
+    with ledger.reading() as reading, pytest.raises(ConfigError, match="does not exist") as caught:
+        reading.for_a_while(10)
+    assert not caught.value.transient
+    assert "walstream init" in caught.value.hint
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_publication_younger_than_the_slot_is_explained(database: Database, more: bool) -> None:
     """C34: psql shows it, and yet the server says that it does not exist."""
     ledger = Ledger(database.dsn, database.execute, slot_name(database.name))
     database.execute(TABLE.format(name="agent_events"))
     ledger.make_slot()
     ledger.insert("x")
-    with ledger.reading() as reading, pytest.raises(ConfigError) as caught:
-        reading.for_a_while(10)
-    assert "is younger" not in str(caught.value)
-    assert "walstream init" in caught.value.hint
     database.execute("CREATE PUBLICATION p FOR TABLE agent_events")
+    if more:
+        ledger.insert("y")
     with ledger.reading() as reading, pytest.raises(ConfigError, match="younger than the slot's position") as caught:
         reading.for_a_while(10)
     assert not caught.value.transient
     assert "pg_drop_replication_slot" in caught.value.hint
-    assert not reading.rows
+    assert "x" not in reading.event_types
 
 
 def test_a_publication_made_anew_stops_at_the_first_change_it_does_not_cover(ledger: Ledger) -> None:

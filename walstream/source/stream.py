@@ -40,7 +40,7 @@ from walstream.config import Settings
 from walstream.errors import ConfigError, ConnectionLost, SlotError, Stalled, WalstreamError
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.source.connection import give_up_unacknowledged, replication_connect
-from walstream.source.facts import walsender_progress
+from walstream.source.facts import slot_facts, walsender_progress
 from walstream.source.failures import classify
 from walstream.source.slots import create_on, start_command
 
@@ -92,6 +92,7 @@ class ReplicationStream:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poll = select.poll()
+        self._warns = connection.server_version >= 180000
 
         self.backend_pid = 0
         self.backend_start = ""
@@ -193,6 +194,8 @@ class ReplicationStream:
         if count:
             self.last_heard = now
             self._burst += count
+        if self._warns:
+            self._look_at_warnings()
         position = self._reader.wal_end
         if position > self.passed:  # a keepalive's; a message's own is below the commits that came before it
             self.passed = position
@@ -330,17 +333,10 @@ class ReplicationStream:
 
     def _holder(self, error: psycopg2.Error) -> str:
         """Who reads the slot, for the message that it is in use (55006); the connection is still good for SQL then."""
-        if error.pgcode != OBJECT_IN_USE:
-            return ""
-        with contextlib.suppress(psycopg2.Error):
-            self._reader.execute(
-                "SELECT format(' (held by pid %%s, %%s, from %%s, since %%s)', a.pid, a.application_name,"
-                " coalesce(host(a.client_addr), 'a local socket'), a.backend_start)"
-                " FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid WHERE s.slot_name = %s",
-                (self._slot,),
-            )
-            found = self._reader.fetchone()
-            return str(found[0]) if found else ""
+        if error.pgcode == OBJECT_IN_USE:
+            with contextlib.suppress(psycopg2.Error):
+                found = slot_facts(self._connection, self._slot)
+                return f" (held by {found.holder})" if found and found.holder else ""
         return ""
 
     def _beat(self, now: float) -> float:
@@ -375,20 +371,29 @@ class ReplicationStream:
 
     def _failed(self, error: BaseException) -> WalstreamError:
         failure = classify(error, doing=self._doing)
-        younger = isinstance(error, psycopg2.Error) and error.pgcode == UNDEFINED_OBJECT and "publication" in str(error)
-        if younger and self._published_now():
-            failure = ConfigError(
-                f"{failure}. The publication exists, but it is younger than the slot's position: decoding uses the "
-                "catalogues as they were when each change was made",
-                hint=f"SELECT pg_drop_replication_slot('{self._slot}'), then `walstream init`; the reconciler takes "
-                "what the slot could not deliver from the ledger",
-            )
+        if isinstance(error, psycopg2.Error) and error.pgcode == UNDEFINED_OBJECT and "publication" in str(error):
+            with contextlib.suppress(psycopg2.Error):  # the error ended the stream, not the connection
+                self._reader.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", (self._publication,))
+                failure = self._younger(str(failure)) if self._reader.fetchone() else failure
         self.close()
         return failure
 
-    def _published_now(self) -> bool:
-        """Whether the publication exists at present; the server's error ended the stream, not the connection."""
-        with contextlib.suppress(psycopg2.Error):
-            self._reader.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", (self._publication,))
-            return self._reader.fetchone() is not None
-        return False
+    def _look_at_warnings(self) -> None:
+        """From 18 on the server only warns when the publication does not exist at a position, and goes on without it.
+        psycopg2 takes notices in when a transaction ends; as there is none here, nothing is sent for that."""
+        self._connection.commit()
+        notices = self._connection.notices
+        if notices:
+            found = next((notice for notice in notices if f'"{self._publication}"' in notice), "")
+            notices.clear()
+            if found:
+                self.close()
+                raise self._younger(f"{self._doing}: {' '.join(found.split())}")
+
+    def _younger(self, words: str) -> ConfigError:
+        return ConfigError(
+            f"{words}. The publication is younger than the slot's position: decoding uses the catalogues as they were "
+            "when each change was made",
+            hint=f"SELECT pg_drop_replication_slot('{self._slot}'), then `walstream init`; the reconciler takes what "
+            "the slot could not deliver from the ledger",
+        )
