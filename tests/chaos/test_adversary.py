@@ -9,7 +9,9 @@ import pytest
 from tests.conftest import Database
 from tests.integration.streams import Installed, Recorder, eventually
 from tests.runner_world import World
+from walstream.engine import reconciler
 from walstream.engine.leadership import Lease
+from walstream.errors import ConnectionLost
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
@@ -74,3 +76,32 @@ def test_keys_follow_an_adoption_beneath_a_reader_that_lives_on(world: World) ->
     world.add("after")
     (second,) = reader.read(1, 10, 1 << 20).events
     assert [event.key.split(":")[1] for event in (first, second)] == ["1", "2"]
+
+
+def test_a_moved_slot_is_remembered_until_the_whole_ledger_was_compared(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first session confirms further than the slot had been moved, and dies before its comparison."""
+    stream = Installed(database, idle_persist_seconds=0.1)
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.insert("one")
+        eventually(lambda: recorder.types == ["one"], "the event")
+    database.execute("UPDATE walstream.ingest SET proven_seq = 1000")
+    database.execute(
+        "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload)"
+        " VALUES (500, gen_random_uuid(), 'a', 'missed', '{}')"
+    )
+    database.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", stream.settings.slot)
+    moved_to = stream.confirmed()
+
+    def cut(*_: object, **__: object) -> None:
+        raise ConnectionLost("the comparison is cut short")
+
+    confirmed = "SELECT confirmed_lsn - '0/0' FROM walstream.ingest"
+    with monkeypatch.context() as patch:
+        patch.setattr(reconciler, "missing_seqs", cut)
+        with stream.host(recorder):
+            eventually(lambda: (database.execute(confirmed)[0][0] or 0) > moved_to, "the position goes on")
+    with stream.host(recorder):
+        stream.wait_ordered(timeout=15)

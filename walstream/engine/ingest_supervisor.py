@@ -204,8 +204,8 @@ class IngestSupervisor:
             )
             running = IngestSession(settings, stream, intake, orderer, self._canary_on(stream))
             session = running
-            store.announce()
-            caretaker = self._caretaker(running, watch, lease.generation, identity, orderer, everything=slot_moved)
+            store.announce(nothing_proven=slot_moved)
+            caretaker = self._caretaker(running, watch, lease.generation, identity, orderer)
             caretaker.start()
             self._session = running
             if self._stopping.is_set():
@@ -241,8 +241,6 @@ class IngestSupervisor:
         generation: int,
         identity: Identity,
         orderer: Orderer,
-        *,
-        everything: bool,
     ) -> Caretaker:
         shared = _Shared(lambda: self._connect("chores", synchronous_commit="off", lock_timeout="5s"))
 
@@ -265,7 +263,6 @@ class IngestSupervisor:
             lambda: shared.connection,
             stopping,
             watch.check,
-            everything=everything,
         )
         return Caretaker(
             [

@@ -83,13 +83,19 @@ class FencedStore:
         except Exception as error:
             raise self._classify(error, doing="recording a violation of the ledger") from error
 
-    def announce(self) -> None:
-        """Write down who ingests now, with the walsender's pid and start, by which a take-over would end it."""
+    def announce(self, *, nothing_proven: bool) -> None:
+        """Write down who ingests now, with the walsender's pid and start, by which a take-over would end it.
+
+        Args:
+            nothing_proven: somebody else has moved the slot. That can be seen only until the first position of ours is
+                written down, and the comparison of the whole ledger takes longer.
+        """
         self._execute(
             "state = 'streaming', error = NULL, started_at = clock_timestamp(), heartbeat_at = clock_timestamp(),"
             " lease_until = clock_timestamp() + make_interval(secs => %s),"
-            " walsender_pid = %s, walsender_start = %s::timestamptz",
-            (self._lease.seconds, self._stream.backend_pid, self._stream.backend_start),
+            " walsender_pid = %s, walsender_start = %s::timestamptz,"
+            " proven_seq = CASE WHEN %s THEN NULL ELSE proven_seq END",
+            (self._lease.seconds, self._stream.backend_pid, self._stream.backend_start, nothing_proven),
         )
 
     def heartbeat(self, orderer: Orderer, session: IngestSession) -> None:

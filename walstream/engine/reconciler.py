@@ -4,8 +4,8 @@ A chore of the ingest session: the comparison itself is :mod:`walstream.order.re
 the orderer, which alone gives offsets. A pass compares what is not *proven* yet, so that its cost follows what is new
 and not the size of the ledger. "Proven up to seq N" takes two passes: N was the highest seq when the first one began,
 and every transaction that could hold a lower one was finished when the second began. Where seqs are not drawn one by
-one (a sequence with CACHE) nothing is proven and every pass compares everything; so does the first pass after somebody
-else has moved the slot.
+one (a sequence with CACHE) nothing is proven and every pass compares everything. When somebody else has moved the slot,
+what was proven is taken back before the stream begins, so that no end of a session forgets it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Reconciler:
         connection: gives the connection for the comparison (in autocommit).
         stopping: set when the session ends.
         check: raises if the table is not the ledger (any more): rows of another one are no events.
-        everything: begin with the whole ledger, whatever was proven before.
     """
 
     def __init__(
@@ -56,8 +55,6 @@ class Reconciler:
         connection: Callable[[], Connection],
         stopping: threading.Event,
         check: Callable[[], None],
-        *,
-        everything: bool,
     ) -> None:
         self._settings = settings
         self._identity = identity
@@ -67,7 +64,6 @@ class Reconciler:
         self._connection = connection
         self._stopping = stopping
         self._check_table = check
-        self._everything = everything
         self._candidate: tuple[int, int] | None = None  # (highest seq, xmax) when the last pass began
 
     def run(self) -> None:
@@ -79,7 +75,7 @@ class Reconciler:
         connection = self._connection()
         settings = self._settings
         top, xmin, xmax = self._look(connection)
-        proven = None if self._everything else self._proven(connection)
+        proven = self._proven(connection)
         recovered = 0
         for seqs in missing_seqs(
             connection,
@@ -106,7 +102,6 @@ class Reconciler:
         if self._candidate is not None and self._candidate[1] <= xmin and self._drawn_one_by_one(connection):
             self._prove(connection, self._candidate[0])
         self._candidate = None if top is None else (top, xmax)
-        self._everything = False
 
     # -- what it asks the server ----------------------------------------------------------------------------------
 
