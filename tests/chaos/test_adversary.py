@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
+from psycopg2.extensions import connection as Connection
 
 from tests.conftest import Database
 from tests.integration.streams import Installed, Recorder, eventually
 from tests.runner_world import World
+from walstream.config import Settings
 from walstream.engine import reconciler
+from walstream.engine.host import Host
+from walstream.engine.ingest_supervisor import Ports
 from walstream.engine.leadership import Lease
 from walstream.errors import ConnectionLost
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
+from walstream.source.preflight import preflight
+from walstream.source.stream import ReplicationStream
 
 
 @pytest.fixture
@@ -105,3 +112,25 @@ def test_a_moved_slot_is_remembered_until_the_whole_ledger_was_compared(
             eventually(lambda: (database.execute(confirmed)[0][0] or 0) > moved_to, "the position goes on")
     with stream.host(recorder):
         stream.wait_ordered(timeout=15)
+
+
+def test_two_slow_starts_do_not_take_turns_for_ever(database: Database) -> None:
+    """Each start takes longer than a lease: who was first must be left to finish it."""
+    stream = Installed(database)
+    settings = stream.settings.model_copy(update={"lease_seconds": 1})
+
+    def slow(settings: Settings, connection: Connection) -> bool:
+        time.sleep(2)
+        return preflight(settings, connection).slot_moved
+
+    recorders = Recorder(), Recorder()
+    hosts = [Host(settings, [recorder], Ports(slow, ReplicationStream.open)) for recorder in recorders]
+    try:
+        for host in hosts:
+            host.start()
+        stream.insert("one")
+        eventually(lambda: any(recorder.got for recorder in recorders), "the event", timeout=15)
+        assert database.execute("SELECT generation FROM walstream.generation") == [(2,)], "init's, and one take-over"
+    finally:
+        for host in hosts:
+            host.stop()

@@ -70,9 +70,12 @@ class Lease:
         """The lease of one projector, with all its lanes."""
         return cls(f"{quote(namespace)}.projectors", "name = %s", (name,), owner=owner, seconds=seconds)
 
-    def acquire(self, cur: Cursor) -> int | None:
+    def acquire(self, cur: Cursor, seconds: float | None = None) -> int | None:
         """Try to take the lease on the connection of ``cur``; return its new generation, or ``None`` if a live other
         holds it. One statement: two processes that try at once cannot both succeed.
+
+        Args:
+            seconds: how long it lasts until it is renewed for the first time, if not as long as later.
         """
         cur.execute(
             f"""
@@ -88,7 +91,7 @@ class Lease:
                                       -- NULL: a backend of another role, whose start this role may not see
                                       AND (a.backend_start IS NULL OR a.backend_start = l.control_start)))
             RETURNING l.generation""",
-            (self.owner, self.seconds, *self._key, self.owner),
+            (self.owner, self.seconds if seconds is None else seconds, *self._key, self.owner),
         )
         row = cur.fetchone()
         if row is None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("walstream.ingest")
 
 _STANDBY_POLL = 0.5
+_STARTING_SECONDS = 60.0
+"""How long a lease lasts until the stream is open: two that start more slowly than a lease would otherwise replace each
+other for ever. One that dies meanwhile is still noticed at once, by its connection."""
 
 
 def take_over(
@@ -58,7 +61,7 @@ def take_over(
             # with it every order row before it: the stream may then start at the end of the order (rule 3).
             cur.execute("BEGIN; SET LOCAL synchronous_commit = local")
             try:
-                generation = lease.acquire(cur)
+                generation = lease.acquire(cur, max(lease.seconds, _STARTING_SECONDS))
                 if generation is not None:
                     _end_predecessor(cur, predecessor, connection.info.backend_pid)
                     cur.execute(f"UPDATE {schema}.generation SET generation = %s", (generation,))
