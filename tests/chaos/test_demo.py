@@ -35,9 +35,9 @@ def _programs() -> None:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A folder for everything temporary that the demo makes, and that the server's account can enter."""
+    """A temp directory for the demo alone, as open to the server's account as /tmp is."""
     folder = Path(tempfile.mkdtemp(prefix="demo-"))
-    folder.chmod(0o755)
+    folder.chmod(0o1777)
     yield folder
     shutil.rmtree(folder)
 
@@ -61,12 +61,12 @@ def shown(temporary: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def nothing_is_left(temporary: Path) -> None:
-    deadline = time.monotonic() + 10
+def nothing_is_left(temporary: Path, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
     while True:
         processes = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
         left = [line for line in processes.splitlines() if str(temporary) in line]
-        folders = [path.name for path in temporary.iterdir() if path.name.startswith("walstream-")]
+        folders = [str(path) for path in temporary.rglob("walstream-pg-*")]
         if not left and not folders:
             return
         assert time.monotonic() < deadline, (left, folders)
@@ -122,6 +122,18 @@ def test_a_signal_stops_everything(temporary: Path, number: signal.Signals) -> N
         process.kill()
         process.communicate()
     nothing_is_left(temporary)
+
+
+@pytest.mark.slow
+def test_nothing_survives_the_demo_being_killed(temporary: Path) -> None:
+    process = started(temporary, "--events", "100000", "--rate", "50", "--kills", "0")
+    assert process.stderr is not None
+    for said in process.stderr:
+        if "agents at work" in said:
+            break
+    process.kill()
+    process.communicate()
+    nothing_is_left(temporary, 30)
 
 
 @pytest.mark.recorded

@@ -13,6 +13,9 @@ from walstream.config import ENV_PREFIX
 from walstream.errors import WalstreamError
 
 STREAM: Final = "walstream.demo.consumer:stream"
+PARENT_VARIABLE: Final = f"{ENV_PREFIX}DEMO_PARENT"
+"""Environment variable with our process id: a consumer whose parent is another one was orphaned, and ends."""
+
 _KEPT: Final = f"{ENV_PREFIX}PG_BIN"
 
 
@@ -35,6 +38,7 @@ class Child:
         self._stream = stream
         # Settings of the user's own stream must not reach the demo's.
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX) or k == _KEPT}
+        self.environment[PARENT_VARIABLE] = str(os.getpid())
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
 

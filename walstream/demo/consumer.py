@@ -5,6 +5,8 @@ It runs in a process of its own, because it is killed again and again.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -49,12 +51,26 @@ class DeliveryLog(Projector):
         )
 
 
+def _end_with(parent: int) -> None:
+    """End this process when the demo's is gone: killed with SIGKILL itself, it cannot stop us."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 def _microseconds(moment: datetime | None) -> int | None:
     if moment is None:
         return None
     since = moment - _EPOCH
     return (since.days * 86400 + since.seconds) * 1_000_000 + since.microseconds
 
+
+if parent := os.environ.get("WALSTREAM_DEMO_PARENT"):
+    _end_with(int(parent))
 
 stream = Stream()
 for projector in (DeliveryLog(), EventCounter(), HandoffInbox(), JsonLinesFile(FILE)):

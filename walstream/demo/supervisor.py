@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,9 +119,8 @@ class Demo:
             self._swarm_agents, self._total = agents, total
             self.progress.goal = total
             self.progress.kills_planned = self.plan.kills
-            self.folder = Path(tempfile.mkdtemp(prefix="walstream-demo-"))
-            stack.callback(self._remove_folder)
             self.server = stack.enter_context(PostgresServer())
+            self.folder = self._make_folder()
             self.settings = Settings(dsn=self.server.dsn())
             self.config = self.folder / "walstream.toml"
             self.config.write_text(f"dsn = '''{self.settings.dsn}'''\n")
@@ -136,8 +134,7 @@ class Demo:
 
     def keep(self) -> None:
         """Leave server and folder behind."""
-        place = self.server.data_dir.parent
-        self.stop_command = f"kill -INT {self.server.pid}; sleep 2; rm -r {place} {self.folder}"
+        self.stop_command = f"kill -INT {self.server.pid}; sleep 2; rm -r {self.server.data_dir.parent}"
         self.server.keep()
         self._stack.pop_all()
 
@@ -191,6 +188,18 @@ class Demo:
         sessions = recorded_sessions(plan.replay, plan.copies)
         recorded = sum(map(len, sessions))
         return replaying(plan.agents, plan.seed, sessions), min(plan.events or recorded, recorded)
+
+    def _make_folder(self) -> Path:
+        """A folder beside the server's data, which goes when that goes, even if this process is killed.
+
+        Who removes it then is the server's account, so it gets the folder; the files in it may be another's.
+        """
+        folder = self.server.data_dir.parent / "demo"
+        folder.mkdir()
+        owner = self.server.data_dir.stat()
+        if os.geteuid() == 0:
+            os.chown(folder, owner.st_uid, owner.st_gid)
+        return folder
 
     def _init(self) -> None:
         """Set up as a user does, with the command."""
@@ -310,6 +319,3 @@ class Demo:
         if not self._outage():
             self._generation = generation
         return int(position) if cursors >= _PROJECTORS else 0
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
