@@ -9,14 +9,14 @@ import pytest
 from psycopg2.extensions import connection as Connection
 
 from tests.conftest import Database
-from tests.integration.streams import Installed, Recorder, eventually
+from tests.integration.streams import INSERT, Installed, Recorder, eventually
 from tests.runner_world import World
 from walstream.config import Settings
 from walstream.engine import reconciler
 from walstream.engine.host import Host
 from walstream.engine.ingest_supervisor import Ports
 from walstream.engine.leadership import Lease
-from walstream.errors import ConnectionLost
+from walstream.errors import ConnectionLost, LedgerError
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
@@ -134,3 +134,22 @@ def test_two_slow_starts_do_not_take_turns_for_ever(database: Database) -> None:
     finally:
         for host in hosts:
             host.stop()
+
+
+def test_what_came_before_an_undecodable_change_is_ordered(database: Database) -> None:
+    """Both shapes of a table lie in one backlog: neither mapping alone can read it, each reads its part."""
+    stream = Installed(database)
+    recorder = Recorder()
+    stream.insert("old")
+    database.execute("ALTER TABLE agent_events RENAME COLUMN payload TO body")
+    database.execute(INSERT.replace("payload", "body"), "new")
+    columns = stream.settings.ledger.columns.model_copy(update={"payload": "body"})
+    mapped = stream.settings.ledger.model_copy(update={"columns": columns})
+    database.execute("ALTER TABLE agent_events RENAME COLUMN body TO payload")
+    with stream.host(recorder) as host:
+        eventually(lambda: host.wait(0), "it ends at the new shape")
+        assert isinstance(host.error, LedgerError)
+    assert len(stream.ordered()) == 1
+    database.execute("ALTER TABLE agent_events RENAME COLUMN payload TO body")
+    with stream.host(recorder, ledger=mapped):
+        eventually(lambda: recorder.types == ["old", "new"], "both")

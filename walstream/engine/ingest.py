@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from walstream.config import Settings
-from walstream.errors import ConnectionLost
+from walstream.errors import ConnectionLost, DecodeError, LedgerError
 from walstream.lsn import format_lsn
 
 from .intake import Intake
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _DRAIN_LIMIT = 4000  # messages between two looks at everything else
 _IDLE_WAIT = 0.25
+_LAST_FLUSH = 10.0  # seconds for what came before a message that ends the session for good
 
 
 class MessageStream(Protocol):
@@ -123,7 +124,14 @@ class IngestSession:
             raise self._failure
         read = 0
         if orderer.has_room:
-            read = stream.drain(self._intake.handle, _DRAIN_LIMIT)
+            try:
+                read = stream.drain(self._intake.handle, _DRAIN_LIMIT)
+            except (DecodeError, LedgerError):
+                # It comes again at every start, until somebody corrects something; what came before it must not wait
+                # for that, nor be read under what was corrected.
+                self._hand_on()
+                orderer.drain(_LAST_FLUSH)
+                raise
             self._hand_on()
         self.handed_over = stream.passed
         self._confirm()

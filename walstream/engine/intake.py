@@ -245,8 +245,9 @@ class Intake:
             try:
                 self._decoders[key] = compile_row_decoder(relation, self._columns)
             except LedgerError as error:
+                where = lsn or (self._commit.lsn if self._commit else 0)  # relation messages themselves carry 0/0
                 raise LedgerError(
-                    f"{error} (at LSN {format_lsn(lsn)}; nothing from there on was acknowledged)", hint=error.hint
+                    f"{error} (at LSN {format_lsn(where)}; nothing from there on was acknowledged)", hint=error.hint
                 ) from error
             self._ledgers[relation.oid] = relation
             self._ignored.discard(key)
