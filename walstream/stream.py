@@ -15,9 +15,12 @@ from walstream.engine.duty import ExitRequested
 from walstream.engine.projector import FunctionProjector, Projector
 from walstream.engine.subscribe import Subscription
 from walstream.engine.waiting import ProgressWatch
+from walstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from walstream.engine.host import Host
+
+_LOOK_SECONDS = 0.2
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Projector = TypeVar("_Projector", bound=Projector)
@@ -160,6 +163,23 @@ class Stream:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        if host is not None and error is None:
+            _raise_what_ended(host)
+
+    async def wait(self) -> int:
+        """Inside ``async with stream``: wait until the stream ends by itself, and return the exit code for it.
+
+        Raises:
+            WalstreamError: what ended it. (The end of the ``async with`` raises it too, if nobody waited.)
+            ConfigError: outside of ``async with``.
+        """
+        host = self._host
+        if host is None:
+            raise ConfigError("the stream is not running here", hint="async with stream: await stream.wait()")
+        while not host.wait(0.0):
+            await asyncio.sleep(_LOOK_SECONDS)
+        _raise_what_ended(host)
+        return int(host.exit_code)
 
 
 def run_host(host: Host) -> int:
@@ -182,6 +202,11 @@ def run_host(host: Host) -> int:
         host.stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
+    _raise_what_ended(host)
+    return int(host.exit_code)
+
+
+def _raise_what_ended(host: Host) -> None:
+    # A projector that raised SystemExit wanted just that: an exit code, no error.
     if host.error is not None and not isinstance(host.error, ExitRequested):
         raise host.error
-    return int(host.exit_code)

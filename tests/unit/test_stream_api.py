@@ -1,0 +1,62 @@
+"""The class Stream without a database."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import walstream
+from walstream import ConfigError, Event, FunctionProjector, Projector, Stream
+
+
+def test_what_is_added_runs_in_that_order() -> None:
+    stream = Stream()
+
+    @stream.on("a", "b", lanes=2)
+    def first(event: Event) -> None:
+        del event
+
+    class Second(Projector):
+        name = "second"
+
+    second = stream.add(Second())
+    assert [projector.name for projector in stream.projectors] == ["first", "second"]
+    assert stream.projectors[1] is second
+    made = stream.projectors[0]
+    assert isinstance(made, FunctionProjector)
+    assert (made.events, made.lanes, made.function) == (("a", "b"), 2, first)
+
+
+def test_a_wrong_option_is_refused_where_it_is_written() -> None:
+    stream = Stream()
+    with pytest.raises(ConfigError, match="'lane'"):
+        stream.on("a", lane=2)(print)
+
+
+def test_without_async_with_there_is_nothing_to_wait_for() -> None:
+    with pytest.raises(ConfigError, match="not running"):
+        asyncio.run(Stream().wait())
+
+
+def test_every_public_name_is_there() -> None:
+    for name in walstream.__all__:
+        assert getattr(walstream, name).__name__ == name
+    assert set(walstream.__all__) <= set(dir(walstream))
+    with pytest.raises(AttributeError, match="'nothing'"):
+        _ = walstream.nothing
+
+
+def test_the_configuration_wins_over_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    stream = Stream("postgresql:///program", slot="program", drain_seconds=3)
+    (tmp_path / "walstream.toml").write_text("slot = 'file'\nenvironment = 'file'\n")
+    monkeypatch.setenv("WALSTREAM_ENVIRONMENT", "environment")
+    settings = stream.settings({"dsn": "postgresql:///flag"})
+    assert (settings.dsn, settings.slot, settings.environment, settings.drain_seconds) == (
+        "postgresql:///flag",
+        "file",
+        "environment",
+        3,
+    )
