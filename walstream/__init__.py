@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from walstream.engine.subscribe import Subscription as Subscription
     from walstream.engine.subscribe import subscribe as subscribe
     from walstream.engine.waiting import EventParked as EventParked
+    from walstream.errors import ConfigError as ConfigError
     from walstream.errors import PayloadError as PayloadError
     from walstream.errors import RetryLater as RetryLater
     from walstream.errors import RowMissing as RowMissing
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Loaded when they are first asked for, so that `import walstream` (and the command line) stays quick.
 _HOMES = {
+    "ConfigError": "walstream.errors",
     "Context": "walstream.engine.context",
     "Event": "walstream.event",
     "EventParked": "walstream.engine.waiting",
