@@ -211,6 +211,7 @@ def test_a_restart_is_waited_for(own_server: Callable[..., PostgresServer]) -> N
     assert not wrong
 
 
+@pytest.mark.slow
 def test_too_many_connections_are_waited_for(own_server: Callable[..., PostgresServer]) -> None:
     server = own_server(max_connections=10, superuser_reserved_connections=2, max_wal_senders=1)
     server.execute("CREATE ROLE plain LOGIN REPLICATION")

@@ -283,6 +283,7 @@ def test_a_network_that_swallows_everything_ends_the_connection(
         assert shared.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000
 
 
+@pytest.mark.slow
 def test_large_messages_over_tls_are_read_without_waiting_for_the_next(
     own_server: Callable[..., PostgresServer], tmp_path: Path
 ) -> None:

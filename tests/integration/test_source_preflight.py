@@ -374,6 +374,7 @@ def test_servers_that_would_lose_or_hang(own_server: Callable[..., PostgresServe
     assert "synchronous standby" in str(found)
 
 
+@pytest.mark.slow
 def test_what_a_standby_is_told(own_server: Callable[..., PostgresServer]) -> None:
     server = own_server()
     ledger = Ledger(server.dsn(), server.execute, "s").make()

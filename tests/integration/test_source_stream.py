@@ -338,7 +338,7 @@ def test_a_terminated_walsender_is_a_lost_connection(ledger: Ledger) -> None:
             reading.turn()
 
 
-@pytest.mark.parametrize("mode", ["fast", "immediate"])
+@pytest.mark.parametrize("mode", ["fast", pytest.param("immediate", marks=pytest.mark.slow)])
 def test_a_restart_is_a_lost_connection(own_server: Callable[..., PostgresServer], mode: str) -> None:
     """C50: a bare DatabaseError without SQLSTATE."""
     server = own_server()
