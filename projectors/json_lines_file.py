@@ -22,7 +22,8 @@ _LINE_BREAKS: Final = bytes.maketrans(b"\n\r", b"  ")
 
 
 class JsonLinesFile(Projector):
-    """Appends every event to ``path``. One process at a time: the file is locked while it is open.
+    """Appends every event to ``path``. One process at a time: the file is open, and locked, for a batch. In between it is
+    free, so that a process that stands by (and may have worked before) does not keep the one that works from it.
 
     Whatever goes wrong with the disk is nobody's fault: it is tried again later. Whatever is wrong with the *file*
     (another event stands under an offset, a last line that is not ours) halts the projector: going on would hide it.
@@ -36,29 +37,32 @@ class JsonLinesFile(Projector):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file: OffsetFile | None = None
+        self._left: tuple[int, int] | None = None
 
     def project(self, events: Sequence[Event], ctx: Context) -> None:
         try:
-            if self._file is None:
-                self._file = OffsetFile(self.path)
-                ctx.log.info("%s ends with offset %d", self.path, self._file.last)
-            for event in events:
-                if event.offset <= self._file.last:
-                    self._file.must_hold(event)
-            self._file.append([event for event in events if event.offset > self._file.last])
+            file = OffsetFile(self.path, durable=self._left)
+            try:
+                if self._left is None:
+                    ctx.log.info("%s ends with offset %d", self.path, file.last)
+                for event in events:
+                    if event.offset <= file.last:
+                        file.must_hold(event)
+                file.append([event for event in events if event.offset > file.last])
+                self._left = file.state
+            finally:
+                file.close()
         except OSError as error:
-            self.close()
             raise RetryLater(f"{self.path}: {error.strerror or error}") from error
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class OffsetFile:
     """The file itself: lines that begin with ascending offsets.
+
+    Args:
+        path: made if it is not there.
+        durable: the :attr:`state` in which it was known to be on the disk. In any other it may hold what somebody wrote
+            who was killed before it was flushed: that is done first.
 
     Attributes:
         last: offset of the last line; 0 while there is none.
@@ -68,20 +72,25 @@ class OffsetFile:
         ValueError: its last line is not one of ours.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: tuple[int, int] | None = None) -> None:
         self.path = path
-        new = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if new:
-                _sync_folder(path.parent)
             self._size = self._cut_torn_line()
+            if self.state != durable:
+                os.fsync(self._fd)
+                _sync_folder(path.parent)
             start = self._start_of_line(self._size - 1)
             self.last = self._read(start)["offset"] if self._size else 0
         except BaseException:
             os.close(self._fd)
             raise
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Which file it is, and how long."""
+        return os.fstat(self._fd).st_ino, self._size
 
     def append(self, events: Sequence[Event]) -> None:
         """Append and make durable. If that fails the file is as before."""
@@ -133,7 +142,6 @@ class OffsetFile:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             size = self._start_of_line(size)
             os.ftruncate(self._fd, size)
-            os.fsync(self._fd)
         return size
 
     def _start_of_line(self, position: int) -> int:

@@ -121,6 +121,38 @@ def test_two_processes_do_not_share_the_file(path: Path) -> None:
     assert offsets(path) == [1]
 
 
+def test_one_that_stands_by_does_not_keep_the_file(path: Path) -> None:
+    """Its process lives on and may get its turn again; the one that works now must not wait for its end."""
+    first, second = JsonLinesFile(path), JsonLinesFile(path)
+    context = Context("json-lines-file")
+    first.project([event(1)], context)
+    second.project([event(1), event(2)], context)
+    first.project([event(2), event(3)], context)
+    first.close()
+    second.close()
+    assert offsets(path) == [1, 2, 3]
+
+
+def test_what_stands_in_the_file_already_is_made_durable_before_it_counts(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process before was killed between writing and flushing: the cursor must not pass what a power cut takes."""
+    path.write_bytes(event_line(event(1)))
+    flushed: list[int] = []
+    flush = os.fsync
+
+    def watched(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    projector = JsonLinesFile(path)
+    projector.project([event(1)], Context("json-lines-file"))
+    assert flushed == [path.stat().st_ino, path.parent.stat().st_ino]
+    projector.project([event(2)], Context("json-lines-file"))
+    assert flushed[2:] == [path.stat().st_ino], "once a batch, as before"
+
+
 def test_a_full_disk_leaves_no_half_line_and_is_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deliver(path, event(1))
     write = os.pwrite
