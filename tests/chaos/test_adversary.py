@@ -20,6 +20,7 @@ from walstream.errors import ConnectionLost, LedgerError
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
+from walstream.source.connection import connect
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
 
@@ -153,3 +154,23 @@ def test_what_came_before_an_undecodable_change_is_ordered(database: Database) -
     database.execute("ALTER TABLE agent_events RENAME COLUMN payload TO body")
     with stream.host(recorder, ledger=mapped):
         eventually(lambda: recorder.types == ["old", "new"], "both")
+
+
+def test_a_login_without_statistics_sees_that_its_walsender_is_at_work(database: Database) -> None:
+    """With the grants of `init` it has neither position nor reply: a long decoding looked like a dead connection."""
+    role = f"plain_{database.name[-8:]}"
+    database.execute(f"CREATE TABLE other (n int); CREATE PUBLICATION nothing; CREATE ROLE {role} LOGIN REPLICATION")
+    try:
+        database.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", database.name)
+        database.execute("INSERT INTO other SELECT generate_series(1, 100000)")
+        dsn = database.server.dsn(database.name, user=role)
+        settings = Settings(dsn=dsn, slot=database.name, publication="nothing")
+        looking = connect(dsn, application_name="test")
+        with ReplicationStream.open(settings, start_lsn=0, generation=1) as stream:
+            busy = [stream.progress(looking) for _ in range(2)]
+            eventually(lambda: stream.progress(looking) == stream.progress(looking), "it has nothing to do any more")
+        looking.close()
+    finally:
+        database.execute(f"DROP ROLE {role}")
+    assert None not in busy
+    assert busy[0] != busy[1]

@@ -285,18 +285,22 @@ def walsender_progress(connection: Connection, pid: int, started: str) -> tuple[
     nothing arrives, no canary either: the walsender does one thing after the other, and as long as it receives our
     feedback it sees no reason for a keepalive. But it moves its ``sent_lsn``, and it looks at our feedback at least
     every half of ``wal_sender_timeout`` (``reply_time``). If two looks a whole timeout apart find the same, it stands
-    still.
+    still. A login without ``pg_read_all_stats`` sees neither; of its own sessions it sees what they wait for, and a
+    walsender that waits for nothing of its trade (more WAL, room to send) is at work: each look then differs.
 
     Args:
         pid, started: ``backend_pid`` and ``backend_start`` of the stream.
 
     Returns:
-        ``sent_lsn``, ``reply_time`` and the state, to be compared with what the next look finds.
+        ``sent_lsn``, ``reply_time`` (or the time of the look) and the state, to be compared with what the next finds.
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT coalesce(sent_lsn, '0/0')::text, coalesce(reply_time::text, ''), coalesce(state, '')"
-            " FROM pg_catalog.pg_stat_replication WHERE pid = %s AND backend_start = %s::timestamptz",
+            "SELECT coalesce(r.sent_lsn, '0/0')::text,"
+            " CASE WHEN r.sent_lsn IS NULL AND coalesce(a.wait_event, '') NOT LIKE 'WalSender%%'"
+            " THEN pg_catalog.clock_timestamp()::text ELSE coalesce(r.reply_time::text, '') END, coalesce(r.state, '')"
+            " FROM pg_catalog.pg_stat_replication AS r JOIN pg_catalog.pg_stat_activity AS a ON a.pid = r.pid"
+            " WHERE r.pid = %s AND r.backend_start = %s::timestamptz",
             (pid, started),
         )
         row: Any = cursor.fetchone()
