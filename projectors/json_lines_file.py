@@ -22,8 +22,8 @@ _LINE_BREAKS: Final = bytes.maketrans(b"\n\r", b"  ")
 
 
 class JsonLinesFile(Projector):
-    """Appends every event to ``path``. One process at a time: the file is open, and locked, for a batch. In between it is
-    free, so that a process that stands by (and may have worked before) does not keep the one that works from it.
+    """Appends every event to ``path``. One process at a time: the file is locked as long as a batch takes. In between
+    it is free, so that a process that stands by (and may have worked before) does not keep the one that works from it.
 
     Whatever goes wrong with the disk is nobody's fault: it is tried again later. Whatever is wrong with the *file*
     (another event stands under an offset, a last line that is not ours) halts the projector: going on would hide it.
