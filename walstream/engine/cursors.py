@@ -107,6 +107,23 @@ class Cursors:
         cur.execute(f"DELETE FROM {self._schema}.cursors WHERE projector = %s", (self._projector,))
         self._insert_cursors(cur, lanes, position)
 
+    def require_level(self, cur: Cursor, position: int) -> None:
+        """Check that all lanes stand at ``position``, and keep them there until the end of the transaction.
+
+        Raises:
+            StaleCursor: one does not: a runner that was replaced in the middle of a commit has moved it.
+        """
+        cur.execute(
+            f"SELECT lane, position FROM {self._schema}.cursors WHERE projector = %s ORDER BY lane FOR UPDATE",
+            (self._projector,),
+        )
+        moved = {int(lane): int(found) for lane, found in cur.fetchall() if found != position}
+        if moved:
+            raise StaleCursor(
+                f"projector {self._projector!r}: lanes were brought to offset {position}, and some stand elsewhere now"
+                f" (lane: offset) {moved}"
+            )
+
     def _insert_cursors(self, cur: Cursor, lanes: int, position: int) -> None:
         cur.execute(
             f"INSERT INTO {self._schema}.cursors (projector, lane, position)"

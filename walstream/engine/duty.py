@@ -121,9 +121,14 @@ class Duty:
         self._run_lanes(lanes, until=offset)
         self.wait_for_lanes()
         self.check()
+
+        def rewrite(cur: psycopg2.extensions.cursor) -> None:
+            self.cursors.require_level(cur, offset)
+            self.cursors.rewrite_lanes(cur, self.options.lanes, offset)
+
         delivery = self.open_delivery(0)
         try:
-            delivery.write(lambda cur: self.cursors.rewrite_lanes(cur, self.options.lanes, offset))
+            delivery.write(rewrite)
         finally:
             delivery.close()
 
