@@ -103,6 +103,12 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert lost == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_no_section_stands_twice(page: Path) -> None:
+    titles = re.findall(r"^#+ .+$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    assert sorted(titles) == sorted(set(titles))
+
+
 def test_every_decision_is_in_the_index() -> None:
     files = {path.name for path in (DOCS / "adr").glob("[0-9]*.md")}
     assert set(re.findall(r"\((\d{4}-[\w-]+\.md)\)", text_of("docs/adr/README.md"))) == files
@@ -229,6 +235,7 @@ def test_operations_lists_every_command_with_its_own_options() -> None:
         words = name.split()
         listed[" ".join(word for word in words if word.islower() and word.isalpha())] = listed.pop(name)
     assert set(listed) == set(COMMANDS)
+    assert len(rows) == len(listed)
     for name, row in listed.items():
         documented = {option for cell in row[2:] for option in re.findall(r"--[\w-]+", cell)}
         own = options_of(COMMANDS[name]) - SHARED_OPTIONS - {"--help", "--json", "--yes"}
