@@ -13,6 +13,7 @@ from tests.integration.streams import INSERT, Installed, Recorder, eventually
 from tests.runner_world import World
 from walstream.config import Settings
 from walstream.engine import reconciler
+from walstream.engine.duty import Duty
 from walstream.engine.host import Host
 from walstream.engine.ingest_supervisor import Ports
 from walstream.engine.leadership import Lease
@@ -23,6 +24,7 @@ from walstream.order.table import segments_with_seqs_between
 from walstream.source.connection import connect
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
+from walstream.testing import FaultyProjector
 
 
 @pytest.fixture
@@ -174,3 +176,27 @@ def test_a_login_without_statistics_sees_that_its_walsender_is_at_work(database:
         database.execute(f"DROP ROLE {role}")
     assert None not in busy
     assert busy[0] != busy[1]
+
+
+def test_lanes_are_not_rewritten_below_the_last_commit_of_a_replaced_runner(
+    world: World, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in the middle of its commit when it was replaced; what it did must not be done again."""
+    world.add("a", "b", "c")
+    first = world.start(FaultyProjector("p"))
+    eventually(lambda: world.reached("p", 3), "the first three")
+    assert first.stop(5)
+    world.add("d", "e")
+    levelled = Duty.wait_for_lanes
+
+    def commit_late(duty: Duty) -> None:
+        levelled(duty)
+        if len(duty.lanes) == 1:
+            monkeypatch.undo()
+            database.execute("UPDATE walstream.cursors SET position = 5 WHERE position = 3")
+
+    monkeypatch.setattr(Duty, "wait_for_lanes", commit_late)
+    second = FaultyProjector("p", lanes=2)
+    world.start(second)
+    eventually(lambda: world.positions("p") == [5, 5], "two lanes")
+    assert second.done == []
