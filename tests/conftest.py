@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import hypothesis
 import psycopg2
 import pytest
 from psycopg2.extensions import connection, make_dsn
@@ -32,6 +33,12 @@ from walstream.postgres.server import Setting, execute
 
 TEST_DSN = "WALSTREAM_TEST_DSN"
 TEST_IMAGE = "WALSTREAM_TEST_IMAGE"
+
+# How long an example takes says something about the machine, and the machine is shared with servers under test.
+hypothesis.settings.register_profile(
+    "walstream", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("walstream")
 
 
 class Server(Protocol):
