@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from psycopg2.extensions import connection as Connection
@@ -21,6 +21,7 @@ from walstream.errors import ConnectionLost, LedgerError
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
+from walstream.postgres import PostgresServer
 from walstream.source.connection import connect
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
@@ -200,3 +201,20 @@ def test_lanes_are_not_rewritten_below_the_last_commit_of_a_replaced_runner(
     world.start(second)
     eventually(lambda: world.positions("p") == [5, 5], "two lanes")
     assert second.done == []
+
+
+def test_a_reload_does_not_shorten_the_timeout_beneath_an_open_stream(
+    own_server: Callable[..., PostgresServer],
+) -> None:
+    """Rule 9 is a matter of times that are agreed upon at the start: feedback leaves before the server asks for it."""
+    server = own_server()
+    server.execute("CREATE PUBLICATION nothing")
+    server.execute("SELECT pg_create_logical_replication_slot('s', 'pgoutput')")
+    settings = Settings(dsn=server.dsn(), slot="s", publication="nothing")
+    with ReplicationStream.open(settings, start_lsn=0, generation=1):
+        server.execute("ALTER SYSTEM SET wal_sender_timeout = '300ms'")
+        server.reload()
+        eventually(lambda: server.execute("SHOW wal_sender_timeout") == [("300ms",)], "the setting")
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:  # nothing is read and nothing is sent: the old timeout is far away
+            assert server.execute("SELECT active FROM pg_replication_slots") == [(True,)]

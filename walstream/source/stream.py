@@ -327,8 +327,9 @@ class ReplicationStream:
         self.backend_pid, self.backend_start, milliseconds = fetch()
         timeout = float(milliseconds) / 1000
         if 0 < timeout < MIN_TIMEOUT:
-            execute(f"SET wal_sender_timeout = {MIN_TIMEOUT * 1000:.0f}")
             timeout = MIN_TIMEOUT
+        # Whatever it is: the pace of feedback follows from it, so no reload may change it beneath an open stream.
+        execute(f"SET wal_sender_timeout = {timeout * 1000:.0f}")
         return timeout
 
     def _holder(self, error: psycopg2.Error) -> str:
