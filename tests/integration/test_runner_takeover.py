@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -240,3 +241,21 @@ def test_a_takeover_ends_the_transaction_of_the_one_that_was_stopped(world: Worl
     assert not world.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid)
     with bystander.cursor() as cur:
         cur.execute("SELECT 1")
+
+
+def test_a_row_that_somebody_holds_locked_costs_no_other_projector_its_lease(world: World) -> None:
+    world.start(FaultyProjector("locked"), FaultyProjector("other"))
+    last = world.add("x")
+    eventually(lambda: world.reached("locked", last) and world.reached("other", last))
+    generation = "SELECT generation FROM walstream.projectors WHERE name = 'other'"
+    before = world.execute(generation)
+    holder = world.connect()
+    with holder.cursor() as cur:
+        cur.execute("SELECT 1 FROM walstream.projectors WHERE name = 'locked' FOR UPDATE")
+        time.sleep(world.settings.lease_seconds + 1)
+        more = world.add("x")
+        eventually(lambda: world.reached("other", more))
+    holder.rollback()
+    assert world.execute(generation) == before
+    final = world.add("x")
+    eventually(lambda: world.reached("locked", final))

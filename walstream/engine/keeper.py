@@ -14,10 +14,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import psycopg2
+import psycopg2.errors
 
 from walstream.config import quote
 from walstream.errors import WalstreamError
@@ -171,36 +172,40 @@ class Keeper:
 
     def _take_and_renew(self, cur: Cursor) -> None:
         for charge in self._charges:
-            runner, lease = charge.runner, charge.lease
-            now = time.monotonic()
-            if charge.held and runner.generation == lease.generation:
-                if now < charge.renew_at:
-                    continue
-                if lease.renew(cur):
-                    charge.renew_at = now + self._lease_seconds / 3
-                    runner.prolong(now + self._lease_seconds)
-                    continue
-                log.warning("%s", lease.fenced())
-            charge.held = False
-            generation = None if runner.stopping else lease.acquire(cur)
-            if generation is None:
-                runner.give_up()
-                if not charge.stood_by:
-                    log.info("another process runs projector %r; standing by", charge.name)
-                charge.stood_by = True
-                continue
-            charge.held = True
-            charge.stood_by = False
-            charge.written = ("starting", None, None)
-            # Before the runner hears of it: what its lanes write down after this is newer.
-            cursors = Cursors(self._namespace, charge.name, generation)
-            cursors.set_state(cur, *charge.written, force=True)
-            for backend in cursors.backends(cur):
-                if end_backend(cur, backend):
-                    log.warning("ended server process %d of the runner of %r before", backend.pid, charge.name)
-            charge.renew_at = now + self._lease_seconds / 3
-            log.debug("projector %r: generation %d is ours", charge.name, generation)
-            runner.appoint(generation, now + self._lease_seconds)
+            with _unless_locked(charge):
+                self._take_or_renew(cur, charge)
+
+    def _take_or_renew(self, cur: Cursor, charge: _Charge) -> None:
+        runner, lease = charge.runner, charge.lease
+        now = time.monotonic()
+        if charge.held and runner.generation == lease.generation:
+            if now < charge.renew_at:
+                return
+            if lease.renew(cur):
+                charge.renew_at = now + self._lease_seconds / 3
+                runner.prolong(now + self._lease_seconds)
+                return
+            log.warning("%s", lease.fenced())
+        charge.held = False
+        generation = None if runner.stopping else lease.acquire(cur)
+        if generation is None:
+            runner.give_up()
+            if not charge.stood_by:
+                log.info("another process runs projector %r; standing by", charge.name)
+            charge.stood_by = True
+            return
+        charge.held = True
+        charge.stood_by = False
+        charge.written = ("starting", None, None)
+        # Before the runner hears of it: what its lanes write down after this is newer.
+        cursors = Cursors(self._namespace, charge.name, generation)
+        cursors.set_state(cur, *charge.written, force=True)
+        for backend in cursors.backends(cur):
+            if end_backend(cur, backend):
+                log.warning("ended server process %d of the runner of %r before", backend.pid, charge.name)
+        charge.renew_at = now + self._lease_seconds / 3
+        log.debug("projector %r: generation %d is ours", charge.name, generation)
+        runner.appoint(generation, now + self._lease_seconds)
 
     def _read_wishes(self, cur: Cursor) -> None:
         cur.execute(f"SELECT name, desired, state FROM {self._schema}.projectors")
@@ -225,9 +230,10 @@ class Keeper:
             if not charge.held or state == charge.written or state[0] == "standby":
                 continue
             halted = charge.runner.halted
-            if halted is None or not halted.recorded:  # else it stands there, unless an operator has lifted it already
-                Cursors(self._namespace, charge.name, charge.lease.generation).set_state(cur, *state)
-            charge.written = state
+            with _unless_locked(charge):
+                if halted is None or not halted.recorded:  # else it stands there, or an operator has lifted it already
+                    Cursors(self._namespace, charge.name, charge.lease.generation).set_state(cur, *state)
+                charge.written = state
 
     def _say_goodbye(self, connection: Connection) -> None:
         with connection.cursor() as cur:
@@ -235,3 +241,12 @@ class Keeper:
             for charge in self._charges:
                 if charge.held:
                     charge.lease.release(cur)
+
+
+@contextlib.contextmanager
+def _unless_locked(charge: _Charge) -> Iterator[None]:
+    """One projector's row that somebody holds locked must not cost the others their leases: it is tried again."""
+    try:
+        yield
+    except psycopg2.errors.LockNotAvailable:
+        log.warning("the row of projector %r is locked by somebody; tried again", charge.name)

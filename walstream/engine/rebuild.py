@@ -292,20 +292,15 @@ class Rebuild:
 
     def _conclude(self, control: Connection, target: int, *, compare_only: bool) -> Outcome:
         """Compare and swap in one transaction, both standing at ``target``."""
-        namespace, name = self._settings.namespace, self._live.name
+        name = self._live.name
         with control.cursor() as cur:
-            # The next generation is ours: a runner that was stopped and does not know of the pause cannot step.
-            cur.execute(
-                f"UPDATE {self._schema}.projectors SET generation = generation + 1 WHERE name = %s"
-                " RETURNING generation, lanes",
-                (name,),
-            )
-            row = cur.fetchone()
-            if row is None:
-                raise ConfigError(f"projector {name!r} was removed during its rebuild")
-            live = Cursors(namespace, name, int(row[0]))
+            # A runner that was stopped and does not know of the pause is fenced. Committed at once: its keeper must not
+            # wait for this row as long as a large table takes.
+            cur.execute(f"UPDATE {self._schema}.projectors SET generation = generation + 1 WHERE name = %s", (name,))
+            control.commit()
             self._shadow.lock(cur)  # whoever is in mid-transaction commits or is ended before this returns
-            if max(live.positions(cur).values(), default=0) != target:
+            cur.execute(f"SELECT position FROM {self._schema}.cursors WHERE projector = %s FOR UPDATE", (name,))
+            if max((int(row[0]) for row in cur.fetchall()), default=-1) != target:
                 raise Unavailable(
                     f"the cursor of projector {name!r} was moved during its rebuild", hint="start the rebuild again"
                 )
@@ -321,7 +316,7 @@ class Rebuild:
             cur.execute(
                 f"UPDATE {self._schema}.parked SET projector = %s WHERE projector = %s", (name, self.options.name)
             )
-            live.rewrite_lanes(cur, int(row[1]), target)
+            cur.execute(f"UPDATE {self._schema}.cursors SET position = %s WHERE projector = %s", (target, name))
             control.commit()
         log.info("projector %r was rebuilt at offset %d", name, target)
         return Outcome(target, tuple(differences), parked, swapped=True)

@@ -59,7 +59,13 @@ class RunnerGroup:
             owner=owner or owner_name(),
             lease_seconds=settings.lease_seconds,
             poll_seconds=settings.poll_seconds,
-            connect=lambda: self._supply.connect("projectors", statement_timeout="30s"),
+            connect=lambda: self._supply.connect(
+                "projectors",
+                statement_timeout="30s",
+                lock_timeout=f"{round(min(1.0, settings.lease_seconds / 4) * 1000)}ms",
+                # In a stricter isolation two processes that try for a lease would fail instead of one of them waiting.
+                default_transaction_isolation="read committed",
+            ),
             on_error=self._exit,
         )
 

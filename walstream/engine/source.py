@@ -193,6 +193,7 @@ class StreamSource:
             self.close()
         if not events:
             return EventBatch((), after)
+        events = _within(events, self._max_bytes)
         last = events[-1].offset
         if events[0].offset != after + 1 or last - after != len(events):
             raise LedgerError(
@@ -219,3 +220,19 @@ class StreamSource:
             self._cold = self._make_cold(self._connection)
         self._cold_used = time.monotonic()
         return self._cold
+
+
+def _within(events: Sequence[Event], max_bytes: int) -> Sequence[Event]:
+    """Cut events where their payloads exceed ``max_bytes`` together, between two transactions if that can be.
+
+    The buffer drops what is old; a lane that works slowly must not hold all of it in its hands.
+    """
+    total = 0
+    for index, event in enumerate(events):
+        total += len(event.row[4])
+        if total > max_bytes and index:
+            end = index
+            while end and events[end - 1].commit is event.commit:
+                end -= 1
+            return events[: end or index]
+    return events

@@ -85,7 +85,9 @@ class Unparking:
         for session in sessions:
             if lane_of(session.encode(), self._lanes) != self._lane:
                 continue
-            while self._try_first(session):
+            more = True
+            while more:
+                more = self._try_first(session)
                 if time.monotonic() >= slice_ends:
                     self._look_at = 0.0
                     return
