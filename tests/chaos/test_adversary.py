@@ -218,3 +218,27 @@ def test_a_reload_does_not_shorten_the_timeout_beneath_an_open_stream(
         until = time.monotonic() + 1.5
         while time.monotonic() < until:  # nothing is read and nothing is sent: the old timeout is far away
             assert server.execute("SELECT active FROM pg_replication_slots") == [(True,)]
+
+
+def test_rows_of_a_partition_that_is_attached_are_found_below_what_was_proven(database: Database) -> None:
+    """They were loaded into a table of its own, with seqs that were drawn long ago, and no slot ever sends them."""
+    database.execute(
+        "CREATE TABLE agent_events (seq bigserial, session_id uuid NOT NULL,"
+        " agent_id text NOT NULL, event_type text NOT NULL, payload jsonb NOT NULL,"
+        " created_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (seq, created_at))"
+        " PARTITION BY RANGE (created_at);"
+        "CREATE TABLE present PARTITION OF agent_events FOR VALUES FROM ('2020-01-01') TO (MAXVALUE);"
+        "CREATE TABLE past (LIKE agent_events INCLUDING ALL)"
+    )
+    insert = "INSERT INTO past VALUES (%s, gen_random_uuid(), 'a', 'old', '{}', '2010-01-01')"
+    stream = Installed(database)
+    recorder = Recorder()
+    attach = "ALTER TABLE agent_events ATTACH PARTITION {} FOR VALUES FROM ('{}') TO ('{}')"
+    with stream.host(recorder):
+        stream.insert("one")
+        eventually(lambda: recorder.types == ["one"], "the event")
+        database.execute("UPDATE walstream.ingest SET proven_seq = 1000")
+    database.execute(insert, 500)
+    database.execute(attach.format("past", "2010-01-01", "2015-01-01"))
+    with stream.host(recorder):
+        eventually(lambda: recorder.types == ["one", "old"], "the row that was attached")

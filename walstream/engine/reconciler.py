@@ -6,6 +6,9 @@ and not the size of the ledger. "Proven up to seq N" takes two passes: N was the
 and every transaction that could hold a lower one was finished when the second began. Where seqs are not drawn one by
 one (a sequence with CACHE) nothing is proven and every pass compares everything. When somebody else has moved the slot,
 what was proven is taken back before the stream begins, so that no end of a session forgets it.
+
+Rows can also appear below what was proven: those of a table that is attached as a partition. So the lowest and the
+highest row of each partition are looked up once a session, and when one of them has no offset, everything is compared.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class Reconciler:
         self._stopping = stopping
         self._check_table = check
         self._candidate: tuple[int, int] | None = None  # (highest seq, xmax) when the last pass began
+        self._partitions: frozenset[int] = frozenset()  # whose ends were looked up
 
     def run(self) -> None:
         """One pass.
@@ -76,6 +80,8 @@ class Reconciler:
         settings = self._settings
         top, xmin, xmax = self._look(connection)
         proven = self._proven(connection)
+        if proven is not None and self._something_attached(connection, proven):
+            proven = None
         recovered = 0
         for seqs in missing_seqs(
             connection,
@@ -125,6 +131,40 @@ class Reconciler:
             doing="reading how far the order is proven",
         )
         return rows[0][0] if rows else None
+
+    def _something_attached(self, connection: Connection, proven: int) -> bool:
+        """Whether a partition that is new here holds rows without an offset among what was proven.
+
+        Each is read through the partitioned table, on which alone this login has its rights, by its own constraint;
+        a default or a hash partition cannot be picked out that way, and is left out.
+        """
+        ledger = self._settings.ledger
+        seq = _sql(quote(ledger.columns.seq))
+        partitions: dict[int, str] = dict(
+            query(
+                connection,
+                "SELECT c.oid::bigint, pg_get_partition_constraintdef(c.oid)"
+                " FROM pg_partition_tree(%s::oid::regclass) AS t JOIN pg_class AS c ON c.oid = t.relid"
+                " WHERE t.isleaf AND pg_get_expr(c.relpartbound, c.oid) ~ '^FOR VALUES (FROM|IN)'",
+                (self._identity.table_oid,),
+                doing="looking for new partitions",
+            )
+        )
+        floor = self._identity.floor_seq
+        ends: set[int] = set()
+        for constraint in (partitions[oid] for oid in partitions.keys() - self._partitions):
+            rows = query(
+                connection,
+                f"SELECT min({seq}), max({seq}) FROM {_sql(ledger.qualified)} WHERE {_sql(constraint)}",
+                doing="looking at the ends of a partition",
+            )
+            ends.update(end for end in rows[0] if end is not None and end <= proven and (floor is None or end > floor))
+        missing = ends - ordered_seqs(connection, self._settings.namespace, list(ends))
+        if missing:  # they are looked up again until they have an offset: this pass may be cut short
+            log.warning("rows appeared below what was proven (seq %d): everything is compared", min(missing))
+            return True
+        self._partitions = frozenset(partitions)
+        return False
 
     def _drawn_one_by_one(self, connection: Connection) -> bool:
         ledger = self._settings.ledger
