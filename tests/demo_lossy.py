@@ -1,10 +1,11 @@
-"""The demo's consumer with a fault: every twentieth event is not noted, and every thirtieth is noted twice."""
+"""Consumers for the demo with a fault: ``stream`` notes no twentieth event and every thirtieth twice, ``stuck`` never
+writes its file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from walstream import Context, Event, Stream
+from walstream import Context, Event, RetryLater, Stream
 from walstream.demo.consumer import FILE, DeliveryLog
 from walstream.projectors.event_counter import EventCounter
 from walstream.projectors.handoff_inbox import HandoffInbox
@@ -19,6 +20,15 @@ class LossyLog(DeliveryLog):
             super().project([*kept, *doubled], ctx)
 
 
+class StuckFile(JsonLinesFile):
+    def project(self, events: Sequence[Event], ctx: Context) -> None:
+        raise RetryLater(f"the disk is away for {ctx.projector}, {len(events)} events wait")
+
+
 stream = Stream()
 for projector in (LossyLog(), EventCounter(), HandoffInbox(), JsonLinesFile(FILE)):
     stream.add(projector)
+
+stuck = Stream()
+for projector in (DeliveryLog(), EventCounter(), HandoffInbox(), StuckFile(FILE)):
+    stuck.add(projector)

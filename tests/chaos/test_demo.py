@@ -107,6 +107,19 @@ def test_a_consumer_that_loses_and_doubles_is_caught(
     assert shown_to_a_person.exit_code == 2  # copies of what?
 
 
+@pytest.mark.slow
+def test_a_projector_that_is_stuck_is_not_waited_for_for_ever(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("walstream.demo.supervisor.STREAM", "tests.demo_lossy:stuck")
+    monkeypatch.setattr("walstream.demo.supervisor._STUCK_SECONDS", 8.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    result = CliRunner().invoke(app, ["demo", "--events", "50", "--kills", "0", "--rate", "0"])
+    assert result.exit_code == 1, result.output
+    assert "gave up waiting" in result.stderr
+    assert "the disk is away" in result.stderr
+    assert "file 50" in result.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_stops_everything(temporary: Path, number: signal.Signals) -> None:
     process = started(temporary, "--events", "100000", "--rate", "50")

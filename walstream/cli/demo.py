@@ -98,6 +98,9 @@ def demo(
         if keep:
             _say_what_to_try(shown)
     if not outcome.proof.holds:
+        if outcome.gave_up:
+            console.note("gave up waiting: no projector moved any more")
+        console.note(f"the end of the consumer's log:\n{outcome.consumer_said}")
         raise typer.Exit(int(ExitCode.FAILED))
 
 

@@ -44,7 +44,8 @@ SELECT to_regclass('demo_deliveries') IS NOT NULL AND to_regclass('agent_inbox')
 _DELIVERED: Final = """\
 SELECT coalesce(max(event_offset), 0), min(handled_us) FILTER (WHERE handled_us > %s) FROM demo_deliveries"""
 _BEHIND: Final = """\
-SELECT coalesce(min(position), 0), count(*), (SELECT generation FROM walstream.generation) FROM walstream.cursors"""
+SELECT coalesce(min(position), 0), coalesce(sum(position), 0), count(*), (SELECT generation FROM walstream.generation)
+  FROM walstream.cursors"""
 _PROJECTORS: Final = 4
 
 
@@ -70,7 +71,12 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was shown."""
+    """What was shown.
+
+    Attributes:
+        gave_up: nothing moved any more although not everything was delivered.
+        consumer_said: the end of the consumer's log, if the proof does not hold.
+    """
 
     proof: Proof
     kills: list[Kill]
@@ -78,6 +84,8 @@ class Outcome:
     seconds: float
     postgres: str
     seed: int
+    gave_up: bool = False
+    consumer_said: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -92,6 +100,7 @@ class Outcome:
             "seconds": round(self.seconds, 1),
             "postgres": self.postgres,
             "seed": self.seed,
+            "gave_up": self.gave_up,
         }
 
 
@@ -112,6 +121,7 @@ class Demo:
         self._stack = ExitStack()
         self._random = random.Random(plan.seed)
         self._generation = 0
+        self._gave_up = False
 
     def __enter__(self) -> Demo:
         with ExitStack() as stack:
@@ -176,7 +186,17 @@ class Demo:
         finally:
             connection.close()
         seconds = time.monotonic() - started
-        return Outcome(proof, self.progress.kills, swarm.tally, seconds, self.server.version, self.plan.seed)
+        told = "" if proof.holds else self._child.said
+        return Outcome(
+            proof,
+            self.progress.kills,
+            swarm.tally,
+            seconds,
+            self.server.version,
+            self.plan.seed,
+            gave_up=self._gave_up,
+            consumer_said=told,
+        )
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -244,7 +264,7 @@ class Demo:
         marks = self._marks()
         swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
         look_at = moved_at = respite = 0.0
-        moved = -1
+        moved = (0, 0)
         while True:
             self._child.check()
             if swarm.error is not None:
@@ -262,12 +282,15 @@ class Demo:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK
-                behind = self._look(observer)
-                if behind != moved:
-                    moved, moved_at = behind, now
+                reached, steps = self._look(observer)
+                if busy or marks or self._outage() or moved != (progress.delivered, steps):
+                    moved, moved_at = (progress.delivered, steps), now
                 if not busy and not marks and not self._outage():
                     progress.phase = "catching up"
-                    if behind >= progress.committed or now - moved_at > _STUCK_SECONDS:
+                    if reached >= progress.committed:
+                        return
+                    if now - moved_at > _STUCK_SECONDS:
+                        self._gave_up = True  # the proof shows what is missing
                         return
             time.sleep(_TICK)
 
@@ -298,14 +321,14 @@ class Demo:
         self.progress.kills.append(Kill(self.progress.committed, time.time()))
         self._child.start()
 
-    def _look(self, observer: Connection) -> int:
-        """Ask how far the deliveries are; return the position that every projector has reached."""
+    def _look(self, observer: Connection) -> tuple[int, int]:
+        """Ask how far the deliveries are; return the offset that every projector has reached, and the sum of all."""
         outage = self._outage()
         with observer.cursor() as cur:
             cur.execute(_DELIVERED, (int((outage.at if outage else time.time()) * 1e6),))
             self.progress.delivered, back_us = cur.fetchone() or (0, None)
             cur.execute(_BEHIND)
-            position, cursors, generation = cur.fetchone() or (0, 0, 0)
+            reached, steps, cursors, generation = cur.fetchone() or (0, 0, 0, 0)
         if outage is not None:
             idle = self.progress.delivered >= self.progress.committed and generation > self._generation
             if back_us is not None:
@@ -318,4 +341,4 @@ class Demo:
                 )
         if not self._outage():
             self._generation = generation
-        return int(position) if cursors >= _PROJECTORS else 0
+        return int(reached) if cursors >= _PROJECTORS else 0, int(steps)
