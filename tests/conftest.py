@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,26 +104,40 @@ class Database:
         return made
 
     def create(self, options: str = "") -> None:
-        self.server.execute(f'CREATE DATABASE "{self.name}" {options}')
+        # Hundreds of them are made: copying files costs half of what copying through the WAL does, and the checkpoint
+        # that it needs is cheap without fsync.
+        strategy = "STRATEGY = FILE_COPY" if self.server.major >= 15 else ""
+        self.server.execute(f'CREATE DATABASE "{self.name}" {strategy} {options}')
 
     def drop(self) -> None:
         """Drop the database, and the slots, prepared transactions and sessions in it."""
         for each in self._connections:
             with contextlib.suppress(psycopg2.Error):
                 each.close()
-        for (gid,) in self.server.execute("SELECT gid FROM pg_prepared_xacts WHERE database = %s", self.name):
+        maintenance = psycopg2.connect(self.server.dsn())
+        try:
+            maintenance.autocommit = True
+            with maintenance.cursor() as cursor:
+                self._drop(cursor)
+        finally:
+            maintenance.close()
+
+    def _drop(self, cursor: Any) -> None:
+        cursor.execute("SELECT gid FROM pg_prepared_xacts WHERE database = %s", (self.name,))
+        for (gid,) in cursor.fetchall():
             self.execute("ROLLBACK PREPARED %s", gid)
         for _ in range(100):
-            self.server.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", self.name)
-            self.server.execute(
+            cursor.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (self.name,))
+            cursor.execute(
                 "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
                 " WHERE database = %s AND NOT active",
-                self.name,
+                (self.name,),
             )
-            if not self.server.execute("SELECT 1 FROM pg_replication_slots WHERE database = %s", self.name):
+            cursor.execute("SELECT 1 FROM pg_replication_slots WHERE database = %s", (self.name,))
+            if not cursor.rowcount:
                 break
-            self.server.execute("SELECT pg_sleep(0.05)")  # a terminated walsender lets go of its slot a little later
-        self.server.execute(f'DROP DATABASE IF EXISTS "{self.name}" WITH (FORCE)')
+            time.sleep(0.05)  # a terminated walsender lets go of its slot a little later
+        cursor.execute(f'DROP DATABASE IF EXISTS "{self.name}" WITH (FORCE)')
 
 
 @pytest.fixture(scope="session")
