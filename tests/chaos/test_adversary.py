@@ -11,21 +11,25 @@ from psycopg2.extensions import connection as Connection
 from tests.conftest import Database
 from tests.integration.streams import INSERT, Installed, Recorder, eventually
 from tests.runner_world import World
-from walstream.config import Settings
+from walstream.config import Columns, Settings
 from walstream.engine import reconciler
 from walstream.engine.duty import Duty
 from walstream.engine.host import Host
 from walstream.engine.ingest_supervisor import Ports
+from walstream.engine.intake import Intake, Resume, Violation
 from walstream.engine.leadership import Lease
-from walstream.errors import ConnectionLost, LedgerError
+from walstream.engine.order_store import FencedStore
+from walstream.errors import ConnectionLost, Fenced, LedgerError
 from walstream.order.compaction import Compactor
 from walstream.order.segment import Segment
 from walstream.order.table import segments_with_seqs_between
 from walstream.postgres import PostgresServer
 from walstream.source.connection import connect
+from walstream.source.failures import classify
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
-from walstream.testing import FaultyProjector
+from walstream.testing import FaultyProjector, wire
+from walstream.testing.scripted import ScriptedStream
 
 
 @pytest.fixture
@@ -242,3 +246,29 @@ def test_rows_of_a_partition_that_is_attached_are_found_below_what_was_proven(da
     database.execute(attach.format("past", "2010-01-01", "2015-01-01"))
     with stream.host(recorder):
         eventually(lambda: recorder.types == ["one", "old"], "the row that was attached")
+
+
+def test_a_flood_of_violations_is_held_back_like_rows_and_written_many_at_once(world: World) -> None:
+    """A migration that updates every row: they took all memory, and their writing more than the lease."""
+    intake = Intake(Columns(), lambda _: True, key_prefix="l:1", resume=Resume(), chunk_bytes=1 << 20)
+    update = b"U" + (1).to_bytes(4, "big") + wire.event(7)[5:]
+    for message in (wire.begin(100), wire.relation(), *[update] * 3000, wire.commit(100, 130)):
+        intake.handle(message, 7)
+    burst = intake.take()
+    assert burst is not None
+    assert len(burst.violations) == 3000
+    assert burst.nbytes >= 3000 * 200
+    lease = Lease.for_ingest("walstream", owner="o", seconds=10)
+    store = FencedStore(
+        world.writer, world.connection, "walstream", lease, ScriptedStream(), classify, idle_persist_seconds=1
+    )
+    for _ in range(2):  # they come again after a resend
+        store.record_violations(burst.violations)
+    assert world.execute("SELECT count(*), count(DISTINCT xmin::text), min(seq) FROM walstream.violations") == [
+        (3000, 1, 7)
+    ]
+    lease.generation = 99
+    with pytest.raises(Fenced):
+        store.announce(nothing_proven=False)
+    store.record_violations([Violation("update", 200, 1, None, 5, "")])
+    assert world.execute("SELECT count(*) FROM walstream.violations") == [(3000,)]

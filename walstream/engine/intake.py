@@ -33,6 +33,7 @@ Piece = tuple[Commit, int, int, int]
 """(commit, rows, end LSN or 0 if the commit goes on, ledger inserts of that commit up to here)."""
 
 _ALL = 1 << 62
+_VIOLATION_BYTES = 500  # in memory, about: they wait for the orderer like rows, and must not do so without a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +263,7 @@ class Intake:
         if commit is None or self._skip >= _ALL >> 1:  # ordered already, and so recorded already
             return
         self._burst.violations.append(Violation(kind, commit.lsn, self._changes, seq, commit.xid, detail))
+        self._burst.nbytes += _VIOLATION_BYTES
 
     def _seq(self, oid: int, values: TupleData | None) -> int | None:
         """The seq of a changed row, as far as its tuple tells: of a ``K`` tuple only the key columns are real."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .ingest import IngestSession, MessageStream
     from .orderer import Orderer
 
+_VIOLATIONS: Final = 10_000  # in one statement
+
 _IDLE_PERSIST_BYTES: Final = 16 * MiB
 """An idle position is written down when it moved by a WAL segment, or by time. Never by change alone: what is written
 moves the WAL itself (rule 10)."""
@@ -61,22 +63,28 @@ class FencedStore:
         return self._writer.wal_position()
 
     def record_violations(self, violations: Sequence[Violation]) -> None:
-        """Write them down; the same ones come again after a resend and are the same rows then."""
+        """Write them down; the same ones come again after a resend and are the same rows then.
+
+        Many in one statement: a migration that touches every row makes millions, and the lease must not run out
+        meanwhile.
+        """
         try:
             with self._connection.cursor() as cur:
-                for violation in violations:
+                for start in range(0, len(violations), _VIOLATIONS):
+                    part = violations[start : start + _VIOLATIONS]
                     cur.execute(
                         f"""INSERT INTO {self._schema}.violations (kind, commit_lsn, ordinal, seq, xid, detail)
-                            SELECT %s, %s, %s, %s, %s, %s
-                              FROM {self._schema}.generation WHERE generation = %s FOR SHARE
+                            SELECT v.* FROM unnest(%s::text[], %s::pg_lsn[], %s::integer[], %s::bigint[], %s::bigint[],
+                                                   %s::text[]) AS v,
+                                   {self._schema}.generation AS g WHERE g.generation = %s FOR SHARE OF g
                             ON CONFLICT DO NOTHING""",
                         (
-                            violation.kind,
-                            format_lsn(violation.commit_lsn),
-                            violation.ordinal,
-                            violation.seq,
-                            violation.xid,
-                            violation.detail,
+                            [violation.kind for violation in part],
+                            [format_lsn(violation.commit_lsn) for violation in part],
+                            [violation.ordinal for violation in part],
+                            [violation.seq for violation in part],
+                            [violation.xid for violation in part],
+                            [violation.detail for violation in part],
                             self._lease.generation,
                         ),
                     )
