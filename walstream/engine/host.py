@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Sequence
 
+import psycopg2
+
 from walstream.config import Settings
 from walstream.errors import ExitCode, Unavailable, WalstreamError
 from walstream.ledger.identity import Identity, check_identity
 from walstream.ledger.schema import require_schema
 from walstream.order.buffer import HotBuffer
 from walstream.source.connection import connect
+from walstream.source.failures import classify
 
 from .ingest_supervisor import IngestSupervisor, Ports
 from .leadership import owner_name
@@ -134,7 +137,10 @@ class Host:
                     return check_identity(connection, settings)
                 finally:
                     connection.close()
-            except Unavailable as error:
+            except (WalstreamError, psycopg2.Error) as raised:
+                error = classify(raised, doing="reading the ledger's identity")
+                if not isinstance(error, Unavailable):
+                    raise error from (None if error is raised else raised)
                 attempt += 1
                 pause = min(settings.retry_cap_seconds, 0.1 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
                 log.warning("waiting for the server, next try in %.1f s: %s", pause, error)
