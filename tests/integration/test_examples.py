@@ -34,6 +34,8 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Under nohup, or in the background of a script, SIGINT is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._errors: list[str] = []

@@ -173,7 +173,7 @@ SHAPES = {
            CREATE TABLE agent_events (flag bool, gone int, seq bigint PRIMARY KEY, session_id uuid NOT NULL, f8 float8,
              agent_id varchar(20) NOT NULL, event_type text NOT NULL, tag char(9), payload json NOT NULL, address inet,
              created_at timestamp, bytes bytea, parent bigint, n small, m mood, span interval, parts int[],
-             price numeric, double_seq bigint GENERATED ALWAYS AS (seq * 2) STORED, doc xml,
+             price numeric, double_seq bigint GENERATED ALWAYS AS (seq * 2) STORED, doc tsvector,
              tenant text NOT NULL DEFAULT 'é');
            ALTER TABLE agent_events DROP COLUMN gone""",
     ),
@@ -244,7 +244,7 @@ def test_cold_rows_are_hot_rows_byte_for_byte(database: Database, shape: str) ->
         if shape == "extras":
             order.execute(
                 "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload, parts, doc)"
-                " VALUES (100, %s, '', '', 'null', '{1,NULL,3}', '<a>1</a>')",
+                " VALUES (100, %s, '', '', 'null', '{1,NULL,3}', 'fat:2 cat:1')",
                 SESSION,
             )
             seqs.append(100)
