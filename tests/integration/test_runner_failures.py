@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import Server
 from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
+from walstream.engine.lanes import lane_of
 from walstream.engine.projector import FunctionProjector
 from walstream.errors import RetryLater
 from walstream.event import Event
@@ -329,3 +330,25 @@ def test_a_deadlock_is_retried_without_counting(world: World) -> None:
     eventually(lambda: world.reached("work", last))
     assert conflicts == [0]
     assert world.execute("SELECT n FROM public.acc") == [(1,), (1,)]
+
+
+def test_what_waits_is_lined_up_in_the_batch_that_parks_another_session(world: World) -> None:
+    world.add("bad", session=SESSIONS[0])
+    world.start(FaultyProjector("p", bad, **QUICK))
+    eventually(lambda: world.parked("p") == [(1, "failed", 3)])
+    last = world.order(world.insert("x", session=SESSIONS[0]), world.insert("bad", session=SESSIONS[1]))
+    eventually(lambda: world.reached("p", last))
+    assert world.parked("p") == [(1, "failed", 3), (2, "waiting", 0), (3, "failed", 3)]
+
+
+def test_a_parked_session_is_taken_up_by_its_own_lane(world: World) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def fail(event: Event, ctx: Context) -> None:
+        tried.append((event.session_id, ctx.lane))
+        raise ValueError
+
+    world.order(*[world.insert("x", session=session) for session in SESSIONS])
+    world.start(FunctionProjector(fail, lanes=3, max_attempts=1, retry_first=0.01, park_first=0.1, park_cap=0.1))
+    eventually(lambda: len(tried) > 4 * len(SESSIONS))
+    assert set(tried) == {(session, lane_of(session.encode(), 3)) for session in SESSIONS}

@@ -9,7 +9,9 @@ import pytest
 from tests.conftest import Server
 from tests.integration.test_runner_failures import Effect, effects
 from tests.runner_world import World, eventually, world_on
+from walstream.engine import runner, supply
 from walstream.engine.context import Context
+from walstream.engine.source import EventBatch, StreamSource
 from walstream.event import Event
 from walstream.testing import FaultyProjector
 
@@ -144,3 +146,21 @@ def test_a_cursor_never_passes_the_end_of_the_order(world: World) -> None:
     world.order(*lost)
     eventually(lambda: world.reached("p", 10))
     assert effects(world, "p") == list(range(1, 11))
+
+
+def test_a_cursor_that_passed_over_events_is_written_at_the_stop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "FLUSH_SECONDS", 3600.0)
+    asked: list[int] = []
+
+    class Watched(StreamSource):
+        def read(self, after: int, *, limit: int, timeout: float) -> EventBatch:
+            asked.append(after)
+            return super().read(after, limit=limit, timeout=timeout)
+
+    monkeypatch.setattr(supply, "StreamSource", Watched)
+    group = world.start(FaultyProjector("p", events=("signal",)))
+    last = world.add_many(30, event_type="noise")
+    eventually(lambda: asked and asked[-1] == last)
+    assert world.positions("p") == [0]
+    group.stop(5)
+    assert world.positions("p") == [last]

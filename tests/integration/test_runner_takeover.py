@@ -259,3 +259,17 @@ def test_a_row_that_somebody_holds_locked_costs_no_other_projector_its_lease(wor
     assert world.execute(generation) == before
     final = world.add("x")
     eventually(lambda: world.reached("locked", final))
+
+
+def test_a_lease_that_is_not_renewed_ends_here_too(world: World) -> None:
+    """Nobody takes over, and nothing would fence it: but it cannot know that."""
+    projector = FaultyProjector("p")
+    group = world.start(projector)
+    last = world.add("x")
+    eventually(lambda: world.reached("p", last))
+    group._keeper._stopping.set()
+    group._keeper._thread.join(10)
+    eventually(lambda: group.states()["p"][0] == "standby")
+    world.add("x")
+    with pytest.raises(AssertionError):
+        eventually(lambda: len(projector.done) > 1, timeout=0.7)
