@@ -2,7 +2,7 @@
 # Run by the image of Postgres when it makes its database: the login of the consumer and the one of the writers.
 # `walstream init --grants walstream` grants the former what it needs in walstream's schema.
 set -eu
-psql --set ON_ERROR_STOP=1 --set password="$WALSTREAM_PASSWORD" --username "${POSTGRES_USER:-postgres}" \
+psql --set ON_ERROR_STOP=1 --set password="$CONSUMER_PASSWORD" --username "${POSTGRES_USER:-postgres}" \
     --dbname "$POSTGRES_DB" --quiet <<'SQL'
 CREATE ROLE walstream LOGIN REPLICATION PASSWORD :'password';
 CREATE ROLE agents LOGIN PASSWORD :'password';
