@@ -177,6 +177,7 @@ class IngestSupervisor:
                 key_prefix=identity.key_prefix,
                 resume=resume,
                 chunk_bytes=settings.chunk_bytes,
+                mapped_now=watch.mapped,
             )
             stream = ports.open_stream(settings, start_lsn=resume.lsn, generation=lease.generation)
             store = FencedStore(

@@ -24,6 +24,7 @@ from walstream.protocol.ledger_row import (
     INSERT,
     RowDecoder,
     compile_row_decoder,
+    compile_seq_decoder,
     decode_begin,
     decode_commit,
 )
@@ -33,6 +34,7 @@ Piece = tuple[Commit, int, int, int]
 """(commit, rows, end LSN or 0 if the commit goes on, ledger inserts of that commit up to here)."""
 
 _ALL = 1 << 62
+_STRIPPED_BYTES = 500
 _VIOLATION_BYTES = 500  # in memory, about: they wait for the orderer like rows, and must not do so without a bound
 
 
@@ -83,6 +85,8 @@ class Intake:
         key_prefix: ``ledger:epoch``.
         resume: where the order ends.
         chunk_bytes: a transaction is handed on in pieces of about this many bytes of messages.
+        mapped_now: whether the table *as it is now* has the columns that it is mapped to. A row whose relation lacks
+            one is then of a former shape: its seq is ordered, and the rest is read from the table.
     """
 
     def __init__(
@@ -93,9 +97,11 @@ class Intake:
         key_prefix: str,
         resume: Resume,
         chunk_bytes: int,
+        mapped_now: Callable[[], bool] = lambda: False,
     ) -> None:
         self._columns = columns.names()
         self._resolve = resolve
+        self._mapped_now = mapped_now
         self._key_prefix = key_prefix
         self._resume = resume
         self._chunk = chunk_bytes
@@ -103,6 +109,7 @@ class Intake:
         self._decoders: dict[bytes, RowDecoder] = {}
         self._ledgers: dict[int, Relation] = {}
         self._ignored: set[bytes] = set()
+        self._former: dict[bytes, Callable[[bytes, int], int]] = {}
 
         self._burst = Burst()
         self._commit: Commit | None = None
@@ -131,8 +138,7 @@ class Intake:
         if tag == INSERT:
             decode = self._decoders.get(payload[1:5])
             if decode is None:
-                self._insert_elsewhere(payload, lsn)
-                return True
+                return self._insert_otherwise(payload, lsn)
             self._inserts += 1
             if self._skip:
                 self._skip -= 1
@@ -207,6 +213,7 @@ class Intake:
         burst = self._burst
         burst.stripped[len(burst.rows)] = size
         burst.rows.append((*row[:4], b"", row[5], None))
+        self._tx_bytes += _STRIPPED_BYTES
         self._cut()
 
     def _cut(self) -> None:
@@ -220,9 +227,20 @@ class Intake:
         self._tx_bytes = 0
         self._cut_off = True
 
-    def _insert_elsewhere(self, payload: bytes, lsn: int) -> None:
-        if payload[1:5] not in self._ignored:
-            raise DecodeError("an insert into a relation that was never described", tag="I", lsn=lsn)
+    def _insert_otherwise(self, payload: bytes, lsn: int) -> bool:
+        """An insert elsewhere, or into the ledger in a former shape."""
+        key = payload[1:5]
+        seq_of = self._former.get(key)
+        if seq_of is None:
+            if key not in self._ignored:
+                raise DecodeError("an insert into a relation that was never described", tag="I", lsn=lsn)
+            return True
+        self._inserts += 1
+        if self._skip:
+            self._skip -= 1
+            return True
+        self._strip((seq_of(payload, lsn), b"", b"", b"", b"", None, None), len(payload))
+        return False
 
     def _control(self, payload: bytes, lsn: int) -> None:
         message = self._decoder.decode(payload, lsn)
@@ -242,20 +260,23 @@ class Intake:
 
     def _describe(self, relation: Relation, lsn: int) -> None:
         key = relation.oid.to_bytes(4, "big")
-        if self._resolve(relation):
-            try:
-                self._decoders[key] = compile_row_decoder(relation, self._columns)
-            except LedgerError as error:
+        self._decoders.pop(key, None)
+        self._former.pop(key, None)
+        if not self._resolve(relation):
+            self._ledgers.pop(relation.oid, None)
+            self._ignored.add(key)
+            return
+        try:
+            self._decoders[key] = compile_row_decoder(relation, self._columns)
+        except LedgerError as error:
+            if not self._mapped_now():
                 where = lsn or (self._commit.lsn if self._commit else 0)  # relation messages themselves carry 0/0
                 raise LedgerError(
                     f"{error} (at LSN {format_lsn(where)}; nothing from there on was acknowledged)", hint=error.hint
                 ) from error
-            self._ledgers[relation.oid] = relation
-            self._ignored.discard(key)
-        else:
-            self._decoders.pop(key, None)
-            self._ledgers.pop(relation.oid, None)
-            self._ignored.add(key)
+            self._former[key] = compile_seq_decoder(relation, self._columns[0])
+        self._ledgers[relation.oid] = relation
+        self._ignored.discard(key)
 
     def _violation(self, kind: str, seq: int | None, detail: str = "") -> None:
         self._changes += 1

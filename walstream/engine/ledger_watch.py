@@ -6,6 +6,7 @@ the old table's OID. So the name, the remembered OID and the publication are com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from walstream.protocol.messages import Relation
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
+
+log = logging.getLogger("walstream.ingest")
 
 
 class LedgerWatch:
@@ -92,6 +95,29 @@ class LedgerWatch:
                 hint=f"ALTER PUBLICATION {quote(settings.publication)} ADD TABLE {ledger.qualified};"
                 " rows written meanwhile are found by the reconciler at the next start",
             )
+
+    def mapped(self) -> bool:
+        """Whether the table now has all the columns that it is mapped to. Asked about rows that lack one."""
+        names = list(self._settings.ledger.columns.names())
+        connection = self._connect()
+        try:
+            with connection.cursor() as cur:
+                cur.execute(
+                    "SELECT count(*) = cardinality(%s) FROM pg_attribute"
+                    " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped AND attname = ANY (%s)",
+                    (names, self._table_oid, names),
+                )
+                row = cur.fetchone()
+        finally:
+            connection.close()
+        if not row or not row[0]:
+            return False
+        log.warning(
+            "the stream brings rows of %s as it was before it got the columns that it is mapped to: they get their"
+            " offsets, and projectors read them from the table",
+            self._settings.ledger.qualified,
+        )
+        return True
 
     def _is_partition(self, oid: int) -> bool:
         connection = self._connect()

@@ -114,11 +114,7 @@ def compile_row_decoder(relation: Relation, columns: tuple[str, ...]) -> RowDeco
     by_name = {column.name: index for index, column in enumerate(relation.columns)}
     for name in columns:
         if name not in by_name:
-            raise LedgerError(
-                f"column {name!r} of the ledger {table} is not in the stream; it has {', '.join(by_name) or 'none'}",
-                hint="it was dropped or renamed, or the publication's column list leaves it out: map the column in "
-                "walstream.toml ([ledger.columns]), rename it back, or widen the publication",
-            )
+            raise _gone(name, relation)
     places = tuple(by_name[name] for name in columns)
     seq_type = relation.columns[places[0]].type_oid
     if seq_type not in _INTEGERS and seq_type < _FIRST_USER_OID:
@@ -128,6 +124,32 @@ def compile_row_decoder(relation: Relation, columns: tuple[str, ...]) -> RowDeco
             hint=f"see what it is with: SELECT {seq_type}::regtype",
         )
     return _generate(relation, places, _General(relation, places))
+
+
+def compile_seq_decoder(relation: Relation, seq: str) -> Callable[[bytes, int], int]:
+    """Return a decoder of the number alone, for a relation that does not have (or no longer calls so) the rest.
+
+    Raises:
+        LedgerError: there is no such column.
+    """
+    names = [column.name for column in relation.columns]
+    if seq not in names:
+        raise _gone(seq, relation)
+    general = _General(relation, (names.index(seq),) * 6)
+
+    def decode(payload: bytes, lsn: int) -> int:
+        return general(payload, lsn)[0]
+
+    return decode
+
+
+def _gone(name: str, relation: Relation) -> LedgerError:
+    has = ", ".join(column.name for column in relation.columns) or "none"
+    return LedgerError(
+        f"column {name!r} of the ledger {relation.qualified} is not in the stream; it has {has}",
+        hint="it was dropped or renamed, or the publication's column list leaves it out: map the column in "
+        "walstream.toml ([ledger.columns]), rename it back, or widen the publication",
+    )
 
 
 class _General:

@@ -328,8 +328,7 @@ class ReplicationStream:
         timeout = float(milliseconds) / 1000
         if 0 < timeout < MIN_TIMEOUT:
             timeout = MIN_TIMEOUT
-        # Whatever it is: the pace of feedback follows from it, so no reload may change it beneath an open stream.
-        execute(f"SET wal_sender_timeout = {timeout * 1000:.0f}")
+        execute(f"SET wal_sender_timeout = {timeout * 1000:.0f}")  # in any case: no reload may change it meanwhile
         return timeout
 
     def _holder(self, error: psycopg2.Error) -> str:
