@@ -285,3 +285,20 @@ def test_rows_in_the_table_s_former_shape_are_ordered_by_their_seq_alone(databas
     assert [event.payload for event in recorder.got] == [*range(1, 301), {}]
     assert [event.recovered for event in recorder.got] == [False] * 301
     assert len({event.lsn for event in recorder.got}) == 2, "two commits"
+
+
+@pytest.mark.parametrize("column", ["session_id", "payload"])
+def test_a_cold_row_without_what_an_event_needs_is_an_alarm_and_no_event(world: World, column: str) -> None:
+    """As it is hot. An event with a hole ended the whole process, again at every start."""
+    world.add("good")
+    world.execute(f"ALTER TABLE agent_events ALTER COLUMN {column} DROP NOT NULL")
+    seqs = world.insert("bad")
+    world.execute(f"UPDATE agent_events SET {column} = NULL WHERE seq = %s", seqs[0])
+    world.order(seqs)
+    reader = world.cold()
+    with pytest.raises(LedgerError, match=f"'{column}'.* NULL .*seq {seqs[0]}"):
+        reader.read(1, 10, 1 << 20)
+    world.execute(
+        f"UPDATE agent_events SET {column} = good.{column} FROM agent_events AS good WHERE good.seq < %s", seqs[0]
+    )
+    assert len(reader.read(0, 10, 1 << 20).events) == 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 import psycopg2
@@ -66,7 +67,7 @@ class LedgerRows:
         """Return the rows of ``seqs`` that exist.
 
         Raises:
-            LedgerError: a mapped column is gone, or two rows carry one seq.
+            LedgerError: a mapped column is gone, or NULL where an event needs it, or two rows carry one seq.
             WalstreamError: of the connection.
         """
         shape = self._known or self._look()
@@ -123,10 +124,21 @@ class LedgerRows:
             return None
         except psycopg2.Error as error:
             raise classify(error, doing=f"reading {self._ledger.qualified} by {self._ledger.columns.seq}") from error
+        for place in (1, 2, 3) if light else (1, 2, 3, 4):
+            if None in map(itemgetter(place), found):
+                raise self._hole(next(row[0] for row in found if row[place] is None), place)
         if shape.extras:
             names = shape.extras
             return [(*row[:6], (names, row[6:])) for row in found]
         return found
+
+    def _hole(self, seq: int, place: int) -> LedgerError:
+        return LedgerError(
+            f"column {self._ledger.columns.names()[place]!r} of the ledger {self._ledger.qualified} is NULL in the row"
+            f" with seq {seq}",
+            hint="an event needs it: give the row a value and set the column NOT NULL, or map another one in"
+            " walstream.toml ([ledger.columns])",
+        )
 
     def _look(self) -> _Shape:
         ledger = self._ledger
