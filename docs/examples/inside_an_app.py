@@ -29,11 +29,13 @@ async def main() -> None:
 
     async with stream:
         print("ready", flush=True)
-        printer = asyncio.create_task(print_all(finished))  # the application's own work
-        await stopping.wait()
-        printer.cancel()
+        ended = asyncio.create_task(stream.wait())  # by itself, for what no retry can help
+        work = [ended, asyncio.create_task(stopping.wait()), asyncio.create_task(print_all(finished))]
+        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        for task in work:
+            task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await printer
+            await ended  # raises what ended it
 
 
 async def print_all(finished: asyncio.Queue[Event]) -> None:
