@@ -30,5 +30,5 @@ for projector in (LossyLog(), EventCounter(), HandoffInbox(), JsonLinesFile(FILE
     stream.add(projector)
 
 stuck = Stream()
-for projector in (DeliveryLog(), EventCounter(), HandoffInbox(), StuckFile(FILE)):
-    stuck.add(projector)
+for other in (DeliveryLog(), EventCounter(), HandoffInbox(), StuckFile(FILE)):
+    stuck.add(other)
