@@ -78,3 +78,21 @@ def test_a_configuration_that_means_another_stream_is_refused(database: Database
     conn, settings = _set_up(database)
     with pytest.raises(ConfigError, match="other"):
         check_identity(conn, settings.model_copy(update=change))
+
+
+def test_a_copy_within_the_cluster_is_refused(database: Database) -> None:
+    """Before a projector of the copy sends what the original's has sent already."""
+    slot = database.name[:60]
+    conn, settings = _set_up(database, slot=slot)
+    with conn.cursor() as cur:
+        cur.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
+    check_identity(conn, settings)
+    conn.close()
+    copy = Database(database.server, f"{database.name[:50]}_copy")
+    copy.create(f'TEMPLATE "{database.name}"')
+    try:
+        copied = copy.connect()
+        with pytest.raises(SlotError, match="copy of it within the same cluster"):
+            check_identity(copied, settings)
+    finally:
+        copy.drop()

@@ -111,7 +111,8 @@ def check_identity(conn: Connection, settings: Settings) -> Identity:
     Raises:
         ConfigError: nothing is set up, set-up was not completed, or the configuration names another environment, table,
             slot or publication.
-        SlotError: the server is another cluster or on another timeline: positions of the old one are worth nothing.
+        SlotError: the server is another cluster or on another timeline: positions of the old one are worth nothing. Or
+            the slot is another database's: this one is a copy within the cluster.
     """
     with conn.cursor() as cur:
         identity = read_identity(cur, settings.namespace)
@@ -131,12 +132,31 @@ def check_identity(conn: Connection, settings: Settings) -> Identity:
                 " otherwise the DSN or the environment is wrong",
             )
         cluster = cluster_of(cur)
+        _refuse_copy_within_cluster(cur, identity)
     if differences := history_changes(identity, cluster):
         raise SlotError(
             f"the positions of this ledger are from another history: {'; '.join(differences)}",
             hint="if that is known and wanted (fail-over, restore, migration, copy), accept it with `walstream adopt`",
         )
     return identity
+
+
+def _refuse_copy_within_cluster(cur: Cursor, identity: Identity) -> None:
+    """``CREATE DATABASE … TEMPLATE`` copies the identity with everything in it; the slot stays the original's. To be
+    found before any projector of the copy acts on the world a second time."""
+    cur.execute(
+        "SELECT database, pg_catalog.current_database() FROM pg_catalog.pg_replication_slots"
+        " WHERE slot_name = %s AND database <> pg_catalog.current_database()",
+        (identity.slot,),
+    )
+    row = cur.fetchone()
+    if row is not None:
+        raise SlotError(
+            f"slot {identity.slot} belongs to database {row[0]}, so {row[1]} is a copy of it within the same cluster,"
+            " and its events are the original's",
+            hint="to let the copy live on its own: drop schema and publication of walstream in it, then `walstream"
+            ' init` with another slot and environment (docs/operations.md, "Backup, restore, fail-over, copies")',
+        )
 
 
 def require_same_stream(identity: Identity, settings: Settings) -> None:
