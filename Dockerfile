@@ -16,9 +16,9 @@ FROM ${PYTHON_IMAGE}
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir --no-index --find-links /wheels walstream \
     && rm -r /wheels \
-    && useradd --system --home-dir /work --create-home walstream
+    && useradd --system --home-dir /app --create-home walstream
 USER walstream
-WORKDIR /work
+WORKDIR /app
 # SIGTERM drains: what was received is ordered and confirmed, projectors finish their batch.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["walstream"]
