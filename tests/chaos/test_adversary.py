@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import psycopg2
 import pytest
 from psycopg2.extensions import connection as Connection
 
 from tests.conftest import Database
 from tests.integration.streams import INSERT, Installed, Recorder, eventually
 from tests.runner_world import World
+from walstream import Context, Event
 from walstream.config import Columns, Settings
 from walstream.engine import reconciler
 from walstream.engine.duty import Duty
@@ -302,3 +304,25 @@ def test_a_cold_row_without_what_an_event_needs_is_an_alarm_and_no_event(world: 
         f"UPDATE agent_events SET {column} = good.{column} FROM agent_events AS good WHERE good.seq < %s", seqs[0]
     )
     assert len(reader.read(0, 10, 1 << 20).events) == 2
+
+
+def test_a_lost_connection_that_a_projector_reports_in_its_own_words_ends_no_process(world: World) -> None:
+    """As SQLAlchemy does: what it raises is no error of the driver."""
+
+    class Wrapping(FaultyProjector):
+        transactional = True
+
+        def effect(self, event: Event, ctx: Context) -> None:
+            if self.tries.count(event.offset) == 1:
+                try:
+                    ctx.cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+                except psycopg2.Error as error:
+                    raise ValueError("the engine is disposed") from error
+
+    projector = Wrapping("p")
+    group = world.start(projector)
+    world.add("a")
+    eventually(lambda: world.reached("p", 1) or group.error, "the event")
+    assert group.error is None
+    assert projector.tries == [1, 1]
+    assert world.parked("p") == []

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 
 import psycopg2
 
-from walstream.errors import Fenced, LedgerError, ProjectorHalted, RetryLater, WalstreamError
+from walstream.errors import ConnectionLost, Fenced, LedgerError, ProjectorHalted, RetryLater, WalstreamError
 from walstream.event import Event
 from walstream.metrics import Metrics
 from walstream.source.failures import classify
@@ -226,7 +226,9 @@ class LaneRunner:
             except Exception as raised:
                 self._desk.check()  # what a shutdown cancelled did not fail
                 error, fault = raised, judge(raised, connection_lost=self.broken)
-            if fault in (Fault.CONNECTION, Fault.FENCED) or not flowing:
+            if fault is Fault.CONNECTION:
+                self.start_over(error)
+            if fault is Fault.FENCED or not flowing:
                 raise error
             self.delivery()
             if fault is Fault.CONFLICT:
@@ -361,6 +363,13 @@ class LaneRunner:
                     f" {self._delivery.position} now"
                 )
         return self._the_delivery
+
+    def start_over(self, error: Exception) -> NoReturn:
+        """Raise the loss of the lane's connection, whatever the projector made of it."""
+        failure = classify(error, doing=self.name)
+        if not failure.transient:
+            failure = ConnectionLost(f"{self.name}: {describe(error)[0]}")
+        raise failure from (None if failure is error else error)
 
     def _wait(self, error: Exception, events: Sequence[Event], pause: float) -> None:
         self._retrying(error, events[0].offset)

@@ -38,6 +38,7 @@ class Lane(Protocol):
     @property
     def broken(self) -> bool: ...
     def delivery(self) -> Delivery: ...
+    def start_over(self, error: Exception) -> NoReturn: ...
     def halt(self, event: Event, error: Exception) -> NoReturn: ...
 
 
@@ -113,7 +114,9 @@ class Unparking:
         except Exception as error:
             self._desk.check()
             fault = judge(error, connection_lost=self._runner.broken)
-            if fault in (Fault.CONNECTION, Fault.FENCED):
+            if fault is Fault.CONNECTION:
+                self._runner.start_over(error)
+            if fault is Fault.FENCED:
                 raise
             if isinstance(error, ProjectorHalted):
                 self._runner.halt(event, error)
