@@ -96,10 +96,10 @@ class Consumer:
         return self._process.wait(timeout)
 
 
-def eventually(condition: object, timeout: float = 30, *, what: str = "it") -> None:
-    """Poll a callable until it is true."""
+def eventually(condition: object, timeout: float = 30, *, pause: float = 0.05, what: str = "it") -> None:
+    """Poll a callable until it is true, with ``pause`` seconds between two looks."""
     assert callable(condition)
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
-        time.sleep(0.05)
+        time.sleep(pause)
