@@ -326,3 +326,21 @@ def test_a_lost_connection_that_a_projector_reports_in_its_own_words_ends_no_pro
     assert group.error is None
     assert projector.tries == [1, 1]
     assert world.parked("p") == []
+
+
+def test_a_batch_may_take_its_deadline_whatever_the_database_allows_a_transaction(world: World) -> None:
+    """Else it is tried again for ever: a session that the server ends looks like a lost one, which is no attempt."""
+    if world.connection.server_version < 170000:
+        pytest.skip("transaction_timeout came with 17")
+
+    class Slow(FaultyProjector):
+        transactional = True
+
+        def effect(self, event: Event, ctx: Context) -> None:
+            super().effect(event, ctx)
+            ctx.cursor.execute("SELECT pg_sleep(0.8)")
+
+    world.execute(f"ALTER DATABASE {world.database.name} SET transaction_timeout = '500ms'")
+    world.start(Slow("p"))
+    world.add("a")
+    eventually(lambda: world.reached("p", 1), "it is done", timeout=10)

@@ -95,10 +95,13 @@ class Supply:
             search_path=None if options.transactional else "pg_catalog",
         )
         try:
-            if options.transactional:
-                with made.cursor() as cur:
+            with made.cursor() as cur:
+                if options.transactional:
                     cur.execute("SET row_security = on")
-                made.commit()
+                if made.server_version >= 170000:
+                    # The deadline does it, and knows whose fault it was. A session that the server ends is only lost.
+                    cur.execute("SET transaction_timeout = 0")
+            made.commit()
         except psycopg2.Error:
             made.close()
             raise
