@@ -196,6 +196,13 @@ def check_publication(settings: Settings, publication: PublicationFacts | None, 
                 hint=f"{set_table_statement(name, ledger)} (takes the filter away, and other tables too)",
             )
         if sent.columns is not None:
+            made_up = [c.name for c in table.columns if c.generated and c.name in sent.columns]
+            if made_up:
+                raise ConfigError(
+                    f"publication {quote(name)} sends generated columns of {sent.namespace}.{sent.name}: "
+                    f"{', '.join(made_up)}; an event would differ between the stream and the table",
+                    hint=f"ALTER PUBLICATION {quote(name)} SET (publish_generated_columns = none)",
+                )
             left_out = [c.name for c in table.columns if not c.generated and c.name not in sent.columns]
             if left_out:
                 raise ConfigError(
