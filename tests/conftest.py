@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,5 +195,8 @@ def _made_like(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts a command in the background has it ignore Ctrl-C, and so would every process that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get(TEST_DSN) and getattr(config.option, "numprocesses", None):
         raise pytest.UsageError(f"with {TEST_DSN} all tests share one server and its slots: run them with -n 0")
