@@ -57,8 +57,9 @@ def ok(*arguments: str, dsn: str) -> Called:
 def set_up(database: Database, **fields: Any) -> Settings:
     """Install walstream's tables, the ledger's and an identity that is ready, but no publication and no slot."""
     settings = Settings(dsn=database.dsn, **fields)
-    schema.install(database.connect(), settings.namespace)
-    database.execute(schema.ledger_sql(settings.ledger) + identity_sql(settings))
+    database.execute(schema.ledger_sql(settings.ledger))
+    schema.install(database.connect(), settings)
+    database.execute(identity_sql(settings))
     database.execute(f"UPDATE {quote(settings.namespace)}.identity SET slot_state = 'ready'")
     return settings
 

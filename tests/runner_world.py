@@ -46,9 +46,9 @@ class World:
         quick = {"lease_seconds": 2.0, "poll_seconds": 0.1, "drain_seconds": 5.0}
         self.settings = Settings.model_validate({"dsn": database.dsn, **quick, **settings})
         self.connection = connect(database.dsn, application_name="test", search_path="public")
-        install(self.connection, self.settings.namespace)
         if self.execute("SELECT to_regclass('public.agent_events')") == [(None,)]:
             self.execute(ledger_sql(self.settings.ledger))
+        install(self.connection, self.settings)
         self.execute(identity_sql(self.settings))
         self.execute("UPDATE walstream.identity SET ledger_id = %s, slot_state = 'ready'", KEY_PREFIX.partition(":")[0])
         self.writer = OrderWriter(self.connection, self.settings.namespace, 0)

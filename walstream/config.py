@@ -47,11 +47,17 @@ class LedgerTable(_Model):
     namespace: str = Field("public", description="schema of the table")
     table: str = Field("agent_events", description="name of the table")
     columns: Columns = Columns()
+    snapshots: str = Field("agent_snapshots", description="table of the snapshots, in the same schema")
+    jobs: str = Field("agent_jobs", description="table of the jobs, in the same schema")
 
     @property
     def qualified(self) -> str:
         """``"schema"."table"``, quoted for SQL."""
-        return f"{quote(self.namespace)}.{quote(self.table)}"
+        return self.beside(self.table)
+
+    def beside(self, table: str) -> str:
+        """A table of the ledger's schema, quoted for SQL."""
+        return f"{quote(self.namespace)}.{quote(table)}"
 
 
 class ProjectorSettings(_Model):
@@ -93,6 +99,7 @@ class Settings(_Model):
     drain_seconds: float = Field(10.0, ge=0, description="at SIGTERM: time for projectors to finish their batch")
     retry_cap_seconds: float = Field(30.0, gt=0, description="longest pause between two attempts to reconnect")
 
+    fold: str | None = Field(None, description="`package.module:name` of the application's own fold, where it has one")
     projectors: dict[str, ProjectorSettings] = Field(default_factory=dict)
 
     @field_validator("dsn", "replication_dsn")

@@ -11,9 +11,9 @@ from typing import Any
 from psycopg2.extensions import connection as Connection
 
 from tests.conftest import Database, Server
-from walstream.config import LedgerTable, quote
+from walstream.config import LedgerTable, Settings, quote
 from walstream.event import Row
-from walstream.ledger.schema import install, ledger_sql
+from walstream.ledger.schema import REQUIRED_VERSION, install, ledger_sql
 from walstream.order.reader import ColdReader
 from walstream.order.segment import Segment, size_codes
 from walstream.order.writer import OrderWriter
@@ -35,7 +35,8 @@ class OrderBench:
         self._stack = contextlib.ExitStack()
         self.sql = connect(dsn, application_name="walstream:test", search_path="public")
         self._stack.callback(self.sql.close)
-        install(self.sql, namespace)
+        # What a worker needs as well refers to the ledger, which tests make later and in shapes of their own.
+        install(self.sql, Settings(namespace=namespace), upto=REQUIRED_VERSION)
 
     def create_ledger(self) -> None:
         self.execute(ledger_sql(self.ledger))

@@ -15,9 +15,10 @@ from walstream.ledger.identity import check_identity, identity_sql
 @pytest.fixture
 def ledger(database: Database) -> Database:
     conn = database.connect()
-    schema.install(conn, "walstream")
     settings = Settings(environment="production")
-    database.execute(schema.ledger_sql(settings.ledger) + identity_sql(settings))
+    database.execute(schema.ledger_sql(settings.ledger))
+    schema.install(conn, settings)
+    database.execute(identity_sql(settings))
     database.execute("UPDATE walstream.identity SET slot_state = 'ready'")
     return database
 

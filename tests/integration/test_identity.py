@@ -18,9 +18,9 @@ def _set_up(database: Database, **fields: Any) -> tuple[connection, Settings]:
     settings = Settings(dsn=database.dsn, **fields)
     conn = database.connect()
     conn.autocommit = True
-    schema.install(conn, settings.namespace)
     with conn.cursor() as cur:
         cur.execute(schema.ledger_sql(settings.ledger))
+        schema.install(conn, settings)
         cur.execute(identity_sql(settings))
         set_slot_state(cur, settings.namespace, "ready")
     return conn, settings

@@ -36,7 +36,7 @@ def run_would_start(database: Database, slot: str, **fields: object) -> None:
 
 def test_an_empty_database(database: Database, slot: str) -> None:
     done = ok("init", "--slot", slot, "--json", dsn=database.dsn).json
-    assert [words.split()[0] for words in done["done"]] == ["schema", "table", "identity", "publication"]
+    assert [words.split()[0] for words in done["done"]] == ["table", "schema", "identity", "publication"]
     assert done["slot"] == {"name": slot, "made_because": "new", "filled": 0, "floor_seq": None}
     assert database.execute("SELECT slot_state FROM walstream.identity") == [("ready",)]
     assert database.execute(

@@ -86,7 +86,7 @@ def make_ledger(database: Database, rows: int) -> None:
 def test_killed_while_creating(database: Database, slot: str) -> None:
     """In the fill before the slot: it stands still at its first segment, because the order's table is locked."""
     make_ledger(database, 10)
-    schema.install(database.connect(), "walstream")
+    schema.install(database.connect(), Settings())
     holder = database.connect()
     holder.cursor().execute("LOCK TABLE walstream.commit_order IN SHARE MODE")
     with init_process(database, slot) as process:

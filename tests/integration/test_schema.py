@@ -23,39 +23,65 @@ CATALOG = """
            (SELECT array_agg(pg_get_constraintdef(k.oid) ORDER BY k.conname)
               FROM pg_constraint k WHERE k.conrelid = c.oid)
       FROM pg_class c WHERE c.relnamespace = %s::regnamespace AND c.relkind IN ('r', 'i', 'S') ORDER BY 1, 2"""
+FUNCTIONS = """
+    SELECT pg_get_functiondef(p.oid), (SELECT array_agg(a::text ORDER BY a::text) FROM unnest(p.proacl) AS a)
+      FROM pg_proc AS p WHERE p.pronamespace = %s::regnamespace ORDER BY p.oid::regprocedure::text"""
 
 
-def _catalog(database: Database, namespace: str) -> list[tuple[Any, ...]]:
-    return database.execute(CATALOG, quote(namespace))
+def _catalog(database: Database, *namespaces: str) -> list[list[tuple[Any, ...]]]:
+    return [database.execute(sql, quote(namespace)) for namespace in namespaces for sql in (CATALOG, FUNCTIONS)]
 
 
-def test_install_is_idempotent_and_keeps_what_is_there(database: Database) -> None:
-    conn = database.connect()
-    assert schema.install(conn, "walstream") == len(schema.migrations())
+@pytest.fixture
+def ledger(database: Database) -> Database:
+    """A database with the ledger's table, and nothing else."""
+    database.execute(schema.ledger_sql(Settings().ledger))
+    return database
+
+
+def test_install_is_idempotent_and_keeps_what_is_there(ledger: Database) -> None:
+    conn = ledger.connect()
+    assert schema.install(conn, Settings()) == len(schema.migrations())
     assert conn.autocommit is False
-    database.execute("UPDATE walstream.generation SET generation = 7")
-    assert schema.install(conn, "walstream") == 0
-    assert database.execute("SELECT generation FROM walstream.generation") == [(7,)]
+    ledger.execute("UPDATE walstream.generation SET generation = 7")
+    assert schema.install(conn, Settings()) == 0
+    assert ledger.execute("SELECT generation FROM walstream.generation") == [(7,)]
     assert schema.require_schema(conn, Settings()) == schema.migrations()[-1].version
 
 
-@pytest.mark.parametrize("namespace", ["walstream", ODD])
-def test_the_printed_script_makes_the_identical_schema(database: Database, namespace: str) -> None:
+@pytest.mark.parametrize("odd", [False, True])
+def test_the_printed_script_makes_the_identical_schema(database: Database, odd: bool) -> None:
+    """Whether printed, installed at once, or migrated version by version."""
+    settings = Settings()
+    if odd:
+        names = {"namespace": ODD, "table": "E'v$table%", "snapshots": "snap$jobs", "jobs": 'j"obs'}
+        columns = {"session_id": "thread $seq", "payload": "pay%load", "created_at": "when"}
+        settings = Settings.model_validate({"namespace": ODD + "2", "ledger": {**names, "columns": columns}})
     conn = database.connect()
-    schema.install(conn, namespace)
-    installed = _catalog(database, namespace)
-    database.execute(f"DROP SCHEMA {quote(namespace)} CASCADE")
-    database.execute("\n".join(schema.statements(namespace)))
-    assert _catalog(database, namespace) == installed
-    assert schema.install(conn, namespace) == 0
+    found = []
+    for way in ("installed", "printed", "migrated"):
+        database.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(settings.ledger.namespace)}")
+        database.execute(schema.ledger_sql(settings.ledger).replace("uuid", "text"))
+        if way == "printed":
+            database.execute("\n".join(schema.statements(settings)))
+        last = schema.migrations()[-1].version
+        for version in range(1 if way == "migrated" else last, last + 1):
+            schema.install(conn, settings, upto=version)
+        assert schema.install(conn, settings) == 0
+        found.append(_catalog(database, settings.namespace, settings.ledger.namespace))
+        for namespace in {settings.namespace, settings.ledger.namespace}:
+            database.execute(f"DROP SCHEMA {quote(namespace)} CASCADE")
+        database.execute("CREATE SCHEMA IF NOT EXISTS public")
+    assert found[0] == found[1] == found[2]
+    assert "append_keys" in str(found[0])
 
 
-def test_many_installers_at_once(database: Database) -> None:
+def test_many_installers_at_once(ledger: Database) -> None:
     ran: list[int] = []
-    connections = [database.connect() for _ in range(6)]
+    connections = [ledger.connect() for _ in range(6)]
 
     def run(conn: connection) -> None:
-        ran.append(schema.install(conn, "walstream"))
+        ran.append(schema.install(conn, Settings()))
 
     threads = [threading.Thread(target=run, args=(conn,)) for conn in connections]
     for thread in threads:
@@ -65,14 +91,14 @@ def test_many_installers_at_once(database: Database) -> None:
     assert sorted(ran) == [0] * 5 + [len(schema.migrations())]
 
 
-def test_a_failing_migration_leaves_nothing_behind(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_migration_leaves_nothing_behind(ledger: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = schema.Migration(version=99, name="broken", template="CREATE TABLE $namespace.half (); SELECT 1/0")
     known = schema.migrations()
     monkeypatch.setattr(schema, "migrations", lambda: (*known, broken))
-    conn = database.connect()
+    conn = ledger.connect()
     with pytest.raises(Exception, match="division by zero"):
-        schema.install(conn, "walstream")
-    assert database.execute("SELECT 1 FROM pg_namespace WHERE nspname = 'walstream'") == []
+        schema.install(conn, Settings())
+    assert ledger.execute("SELECT 1 FROM pg_namespace WHERE nspname = 'walstream'") == []
 
 
 def test_not_installed_names_the_command(database: Database) -> None:
@@ -81,27 +107,26 @@ def test_not_installed_names_the_command(database: Database) -> None:
     assert "walstream init" in caught.value.hint
 
 
-def test_an_older_schema_names_the_command(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    conn = database.connect()
-    schema.install(conn, "walstream")
-    monkeypatch.setattr(schema, "REQUIRED_VERSION", 1000)
-    with pytest.raises(ConfigError, match="needs 1000") as caught:
-        schema.require_schema(conn, Settings())
-    assert "walstream init" in caught.value.hint
+def test_an_older_schema_names_the_command(ledger: Database) -> None:
+    conn = ledger.connect()
+    schema.install(conn, Settings())
+    with pytest.raises(ConfigError, match="needs version 1000") as caught:
+        schema.require_schema(conn, Settings(), 1000)
+    assert "walstream migrate" in caught.value.hint
 
 
-def test_a_newer_schema_is_accepted(database: Database) -> None:
-    conn = database.connect()
-    schema.install(conn, "walstream")
-    database.execute("INSERT INTO walstream.migrations (version, name) VALUES (999, 'of the next release')")
+def test_a_newer_schema_is_accepted(ledger: Database) -> None:
+    conn = ledger.connect()
+    schema.install(conn, Settings())
+    ledger.execute("INSERT INTO walstream.migrations (version, name) VALUES (999, 'of the next release')")
     assert schema.require_schema(conn, Settings()) == 999
-    assert schema.install(conn, "walstream") == 0
+    assert schema.install(conn, Settings()) == 0
 
 
 def test_a_schema_of_somebody_else_is_not_touched(database: Database) -> None:
     database.execute("CREATE SCHEMA walstream; CREATE TABLE walstream.migrations (id int)")
     with pytest.raises(ConfigError, match="not walstream's"):
-        schema.install(database.connect(), "walstream")
+        schema.install(database.connect(), Settings())
     assert database.execute("SELECT count(*) FROM pg_class WHERE relnamespace = 'walstream'::regnamespace") == [(1,)]
 
 

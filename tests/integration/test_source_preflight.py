@@ -168,7 +168,7 @@ def test_a_swapped_table_is_known_by_the_oid_that_was_written_down(ledger: Ledge
     ledger.make()
     conn = database.connect()
     conn.autocommit = True
-    schema.install(conn, ledger.settings.namespace)
+    schema.install(conn, ledger.settings)
     ledger.execute(
         "INSERT INTO walstream.identity (environment, system_identifier, timeline, table_namespace, table_name,"
         " table_oid, publication, slot) VALUES ('default', 'x', 1, 'public', 'agent_events',"
@@ -271,7 +271,7 @@ def test_a_slot_that_somebody_moved_is_noticed(ledger: Ledger, database: Databas
     ledger.make()
     conn = database.connect()
     conn.autocommit = True
-    schema.install(conn, ledger.settings.namespace)
+    schema.install(conn, ledger.settings)
     ledger.execute("UPDATE walstream.ingest SET confirmed_lsn = pg_current_wal_lsn()")
     assert not look(ledger).slot_moved
     ledger.insert("hole")
@@ -284,7 +284,7 @@ def test_positions_beyond_the_wal_are_refused(ledger: Ledger, database: Database
     ledger.make()
     conn = database.connect()
     conn.autocommit = True
-    schema.install(conn, ledger.settings.namespace)
+    schema.install(conn, ledger.settings)
     ledger.execute("UPDATE walstream.ingest SET confirmed_lsn = 'FFFF/0'")
     found = refusal(ledger)
     assert isinstance(found, SlotError)

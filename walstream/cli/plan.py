@@ -66,7 +66,7 @@ class Plan:
 def everything(settings: Settings) -> Plan:
     """The plan for a database that was not looked at: all of it."""
     return Plan(
-        (*_schema(settings, 0), _table(settings), _identity(settings), _publication(settings, False)), "new", False
+        (_table(settings), *_schema(settings, 0), _identity(settings), _publication(settings, False)), "new", False
     )
 
 
@@ -91,7 +91,6 @@ def look(conn: Connection, settings: Settings, *, from_now: bool = False) -> Pla
     with conn.cursor() as cur:
         version = schema.installed_version(cur, settings.namespace)
         identity = read_identity(cur, settings.namespace) if version else None
-    steps += _schema(settings, version)
     if identity is not None:
         _check_identity(identity, settings, server)
 
@@ -106,6 +105,7 @@ def look(conn: Connection, settings: Settings, *, from_now: bool = False) -> Pla
                 f" (OID {identity.table_oid}): it was swapped or recreated",
                 hint="rename it back, or accept the new one with `walstream adopt`",
             )
+    steps += _schema(settings, version)
     if identity is None:
         steps.append(_identity(settings))
     elif from_now and identity.floor_seq is None:
@@ -191,7 +191,7 @@ def floor_query(settings: Settings) -> str:
 
 
 def _schema(settings: Settings, version: int) -> list[Step]:
-    scripts = schema.statements(settings.namespace, version)
+    scripts = schema.statements(settings, version)
     if not scripts:
         return []
     target = schema.migrations()[-1].version

@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING, Final
 from walstream.config import LedgerTable, Settings, quote
 from walstream.errors import ConfigError
 
+from .identity import literal
+
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
 
 REQUIRED_VERSION: Final = 1
-"""The oldest schema that this release runs on. Newer ones are accepted (see above)."""
+"""The oldest schema that this release's stream runs on. Newer ones are accepted (see above)."""
+
+LEDGER_VERSION: Final = 2
+"""What append, snapshots and everything else that a worker uses need."""
 
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
@@ -35,20 +40,38 @@ class Migration:
     Attributes:
         version: its number, from 1, without gaps.
         name: what stands behind the number in the file's name.
-        template: its SQL, with ``$namespace`` where the schema's name belongs.
+        template: its SQL, with ``$namespace``, ``$table`` and the like where names belong (see :func:`names`).
     """
 
     version: int
     name: str
     template: str
 
-    def sql(self, namespace: str) -> str:
-        """Its SQL for the schema ``namespace``."""
-        return fill(self.template, {"namespace": quote(namespace)})
+    def sql(self, settings: Settings) -> str:
+        """Its SQL under the names of the configuration."""
+        return fill(self.template, names(settings))
 
     def record(self, namespace: str) -> str:
         """The statement that writes down that it was applied."""
         return f"INSERT INTO {quote(namespace)}.migrations (version, name) VALUES ({self.version}, '{self.name}');"
+
+
+def names(settings: Settings) -> dict[str, str]:
+    """What the names in the SQL files stand for: quoted identifiers, and (``…_name``) the same as string literals."""
+    named = {"namespace": quote(settings.namespace), **_tables(settings.ledger)}
+    return {**_columns(settings.ledger), **named, **{f"{name}_name": literal(value) for name, value in named.items()}}
+
+
+def _columns(ledger: LedgerTable) -> dict[str, str]:
+    return {name: quote(getattr(ledger.columns, name)) for name in type(ledger.columns).model_fields}
+
+
+def _tables(ledger: LedgerTable) -> dict[str, str]:
+    return {
+        "table": ledger.qualified,
+        "snapshots": ledger.beside(ledger.snapshots),
+        "jobs": ledger.beside(ledger.jobs),
+    }
 
 
 def fill(template: str, names: dict[str, str]) -> str:
@@ -72,9 +95,16 @@ def migrations() -> tuple[Migration, ...]:
 
 def ledger_sql(ledger: LedgerTable) -> str:
     """The statements that make the ledger's own table, under the names of the configuration."""
-    template = files(__package__).joinpath("sql", "ledger.sql").read_text(encoding="utf-8")
-    columns = {name: quote(getattr(ledger.columns, name)) for name in type(ledger.columns).model_fields}
-    return fill(template, {"table": ledger.qualified, **columns})
+    return fill(_template("ledger.sql"), {**_columns(ledger), **_tables(ledger)})
+
+
+def functions_sql(settings: Settings) -> str:
+    """The statements that make (or make anew) the functions that workers call; idempotent."""
+    return fill(_template("functions.sql"), names(settings))
+
+
+def _template(file: str) -> str:
+    return files(__package__).joinpath("sql", file).read_text(encoding="utf-8")
 
 
 def installed_version(cur: Cursor, namespace: str) -> int:
@@ -116,8 +146,11 @@ def installed_version(cur: Cursor, namespace: str) -> int:
     return int(row[0])
 
 
-def require_schema(conn: Connection, settings: Settings) -> int:
+def require_schema(conn: Connection, settings: Settings, needed: int = REQUIRED_VERSION) -> int:
     """Check that the schema is there and new enough; return its version.
+
+    Args:
+        needed: the version that what is to be done needs; the oldest one that the stream itself runs on if not given.
 
     Raises:
         ConfigError: it is not; the hint names the command to run.
@@ -129,25 +162,28 @@ def require_schema(conn: Connection, settings: Settings) -> int:
             f"walstream is not installed in this database: there is no schema {settings.namespace!r} of its tables",
             hint="run `walstream init` (or hand the output of `walstream init --sql` to a DBA)",
         )
-    if version < REQUIRED_VERSION:
+    if version < needed:
         raise ConfigError(
-            f"the schema {settings.namespace!r} has version {version}, and this release needs {REQUIRED_VERSION}",
-            hint="run `walstream init` with this release; `walstream run` never changes the schema by itself",
+            f"the schema {settings.namespace!r} has version {version}, and this needs version {needed}",
+            hint="run `walstream migrate` with this release; nothing else changes the schema",
         )
     return version
 
 
-def pending(version: int) -> tuple[Migration, ...]:
-    """The migrations that a schema of ``version`` lacks."""
-    return tuple(migration for migration in migrations() if migration.version > version)
+def pending(version: int, upto: int | None = None) -> tuple[Migration, ...]:
+    """The migrations that a schema of ``version`` lacks, all or those up to a version."""
+    return tuple(each for each in migrations() if each.version > version and (upto is None or each.version <= upto))
 
 
-def statements(namespace: str, version: int = 0) -> list[str]:
-    """What brings a schema of ``version`` up to date, as scripts to run in order and in one transaction."""
-    lacking = pending(version)
-    scripts = [f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)};"] if lacking else []
+def statements(settings: Settings, version: int = 0, upto: int | None = None) -> list[str]:
+    """What brings a schema of ``version`` up to date (or up to a version), as scripts to run in order and in one
+    transaction. The ledger's table has to be there before."""
+    lacking = pending(version, upto)
+    scripts = [f"CREATE SCHEMA IF NOT EXISTS {quote(settings.namespace)};"] if lacking else []
     for migration in lacking:
-        scripts += [migration.sql(namespace).strip(), migration.record(namespace)]
+        scripts += [migration.sql(settings).strip(), migration.record(settings.namespace)]
+    if any(migration.version >= LEDGER_VERSION for migration in lacking):
+        scripts.append(functions_sql(settings).strip())
     return scripts
 
 
@@ -158,10 +194,10 @@ def line_up(cur: Cursor, namespace: str) -> None:
     )
 
 
-def install(conn: Connection, namespace: str) -> int:
-    """Bring the schema up to date in one transaction; return how many migrations ran.
+def install(conn: Connection, settings: Settings, upto: int | None = None) -> int:
+    """Bring the schema up to date (or up to a version) in one transaction; return how many migrations ran.
 
-    Safe to call by several processes at once.
+    Safe to call by several processes at once. The ledger's table has to be there before.
 
     Raises:
         ConfigError: a schema of that name is somebody else's.
@@ -172,10 +208,10 @@ def install(conn: Connection, namespace: str) -> int:
     conn.autocommit = False
     try:
         with conn, conn.cursor() as cur:
-            line_up(cur, namespace)
-            version = installed_version(cur, namespace)
-            for script in statements(namespace, version):
+            line_up(cur, settings.namespace)
+            version = installed_version(cur, settings.namespace)
+            for script in statements(settings, version, upto):
                 cur.execute(script)
-            return len(pending(version))
+            return len(pending(version, upto))
     finally:
         conn.autocommit = autocommit

@@ -1,0 +1,198 @@
+-- The functions that workers call, and what those are made of. They hold the names of the ledger's table and columns, so
+-- they are made again whenever the schema is migrated or another table is adopted.
+
+-- Who appends to a session waits here for whoever is at it, so that within a session seq order is commit order: the
+-- lock is taken before the seq is drawn, and held until the transaction ends.
+CREATE OR REPLACE FUNCTION $namespace.session_lock_key(session text) RETURNS bigint
+LANGUAGE sql IMMUTABLE AS $walstream_body$
+    SELECT pg_catalog.hashtextextended(session, pg_catalog.hashtextextended($namespace_name, 0))
+$walstream_body$;
+
+-- What an append checks before anything else: the fencing token, if a job was named, and what durability is asked for.
+CREATE OR REPLACE FUNCTION $namespace.begin_append(job bigint, token bigint, durability text) RETURNS void
+LANGUAGE plpgsql AS $walstream_body$
+DECLARE
+    ranks CONSTANT text[] := ARRAY['off', 'local', 'remote_write', 'on', 'remote_apply'];
+    asked text := coalesce(current_setting('walstream.durability', true), '');
+    actual bigint;
+BEGIN
+    IF job IS NOT NULL OR token IS NOT NULL THEN
+        -- FOR SHARE: nobody can claim the job anew before this transaction has ended.
+        SELECT j.fencing_token INTO actual FROM $jobs AS j WHERE j.job_id = job FOR SHARE;
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'walstream: there is no job %', coalesce(job::text, 'NULL') USING ERRCODE = 'WS002';
+        ELSIF actual IS DISTINCT FROM token THEN
+            RAISE EXCEPTION 'walstream: the fencing token % of job % is stale, its token is % now: another worker has it',
+                coalesce(token::text, 'NULL'), job, actual USING ERRCODE = 'WS001';
+        END IF;
+    END IF;
+    -- synchronous_commit is the transaction's: of several appends in it the most demanding one decides.
+    IF durability IS NULL THEN
+        IF asked = '' THEN
+            PERFORM set_config('walstream.durability', current_setting('synchronous_commit'), true);
+        END IF;
+    ELSIF durability NOT IN ('on', 'local', 'off') THEN
+        RAISE EXCEPTION 'walstream: durability is on, local or off, not %', durability
+            USING ERRCODE = 'invalid_parameter_value';
+    ELSIF asked = '' OR array_position(ranks, durability) > array_position(ranks, asked) THEN
+        PERFORM set_config('synchronous_commit', durability, true), set_config('walstream.durability', durability, true);
+    END IF;
+END
+$walstream_body$;
+
+-- A context window with each message replaced by its digest; the messages themselves are stored if they are new.
+CREATE OR REPLACE FUNCTION $namespace.store_messages(session text, payload jsonb) RETURNS jsonb
+LANGUAGE plpgsql AS $walstream_body$
+DECLARE
+    v_session $namespace.messages.session_id%TYPE := session;
+    v_digests jsonb;
+BEGIN
+    IF jsonb_typeof(payload -> 'messages') IS DISTINCT FROM 'array' THEN
+        RAISE EXCEPTION 'walstream: a payload without an array "messages" has none to be stored by digest'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    WITH each AS (
+        SELECT m.message, m.place, sha256(convert_to(m.message::text, 'UTF8')) AS digest
+          FROM jsonb_array_elements(payload -> 'messages') WITH ORDINALITY AS m (message, place)
+    ), stored AS (
+        INSERT INTO $namespace.messages (session_id, digest, message)
+        SELECT DISTINCT ON (e.digest) v_session, e.digest, e.message FROM each AS e ORDER BY e.digest
+            ON CONFLICT DO NOTHING
+    )
+    SELECT coalesce(jsonb_agg(encode(e.digest, 'hex') ORDER BY e.place), '[]') INTO v_digests FROM each AS e;
+    RETURN (payload - 'messages') || jsonb_build_object('message_digests', v_digests);
+END
+$walstream_body$;
+
+-- One event, with the session's lock held. A key that is known answers with the row that it stands for.
+CREATE OR REPLACE FUNCTION $namespace.append_one(
+    session text, agent text, type text, body jsonb, idempotency_key text, store boolean,
+    OUT seq bigint, OUT appended boolean, OUT created_at timestamptz, OUT stored jsonb
+) RETURNS record
+LANGUAGE plpgsql AS $walstream_body$
+#variable_conflict use_column
+DECLARE
+    v_session $table.$session_id%TYPE := session;
+    v_body $table.$payload%TYPE;
+    v_seq bigint;
+BEGIN
+    IF idempotency_key IS NOT NULL THEN
+        SELECT k.seq INTO v_seq FROM $namespace.append_keys AS k
+         WHERE k.session_id = v_session AND k.key = idempotency_key;
+        IF FOUND THEN
+            appended := false;
+            append_one.seq := v_seq;
+            SELECT e.$created_at, e.$payload INTO created_at, stored FROM $table AS e
+             WHERE e.$session_id = v_session AND e.$seq = v_seq;
+            RETURN;
+        END IF;
+    END IF;
+    IF store THEN
+        body := $namespace.store_messages(v_session::text, body);
+    END IF;
+    v_body := body;
+    INSERT INTO $table ($session_id, $agent_id, $event_type, $payload) VALUES (v_session, agent, type, v_body)
+    RETURNING $seq, $created_at INTO v_seq, created_at;
+    append_one.seq := v_seq;
+    appended := true;
+    IF idempotency_key IS NOT NULL THEN
+        INSERT INTO $namespace.append_keys (session_id, key, seq) VALUES (v_session, idempotency_key, v_seq);
+    END IF;
+END
+$walstream_body$;
+
+-- What workers call, in whatever language, inside a transaction of their own (docs/ledger.md, "Append").
+CREATE OR REPLACE FUNCTION $namespace.append(
+    session_id text, agent_id text, event_type text, payload jsonb,
+    key text DEFAULT NULL, job_id bigint DEFAULT NULL, fencing_token bigint DEFAULT NULL,
+    durability text DEFAULT NULL, store_messages boolean DEFAULT false,
+    OUT seq bigint, OUT appended boolean, OUT created_at timestamptz, OUT stored jsonb
+) RETURNS record
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+DECLARE
+    v_session $table.$session_id%TYPE := append.session_id;
+BEGIN
+    PERFORM $namespace.begin_append(append.job_id, append.fencing_token, append.durability);
+    PERFORM pg_advisory_xact_lock($namespace.session_lock_key(v_session::text));
+    SELECT o.seq, o.appended, o.created_at, o.stored
+      INTO append.seq, append.appended, append.created_at, append.stored
+      FROM $namespace.append_one(
+               v_session::text, append.agent_id, append.event_type, append.payload, append.key, append.store_messages
+           ) AS o;
+END
+$walstream_body$;
+
+-- Several events at once, in the order in which they stand: an array of objects with the members session_id, agent_id,
+-- event_type, payload, and, if wanted, key and store_messages. All of them, or none.
+CREATE OR REPLACE FUNCTION $namespace.append_batch(
+    events jsonb, job_id bigint DEFAULT NULL, fencing_token bigint DEFAULT NULL, durability text DEFAULT NULL
+) RETURNS TABLE (place integer, seq bigint, appended boolean, created_at timestamptz, stored jsonb)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+DECLARE
+    v_session $table.$session_id%TYPE;
+    v_event jsonb;
+    v_text text;
+    v_locks bigint[] := '{}';
+BEGIN
+    PERFORM $namespace.begin_append(append_batch.job_id, append_batch.fencing_token, append_batch.durability);
+    -- Every lock before the first seq, and in one order for everybody: two batches never wait for each other in a ring.
+    FOR v_text IN SELECT DISTINCT e.value ->> 'session_id' FROM jsonb_array_elements(append_batch.events) AS e LOOP
+        v_session := v_text;
+        v_locks := v_locks || $namespace.session_lock_key(v_session::text);
+    END LOOP;
+    PERFORM pg_advisory_xact_lock(l.lock) FROM (SELECT DISTINCT u.lock FROM unnest(v_locks) AS u (lock) ORDER BY 1) AS l;
+    append_batch.place := 0;
+    FOR v_event IN SELECT e.value FROM jsonb_array_elements(append_batch.events) AS e LOOP
+        v_session := v_event ->> 'session_id';
+        SELECT o.seq, o.appended, o.created_at, o.stored
+          INTO append_batch.seq, append_batch.appended, append_batch.created_at, append_batch.stored
+          FROM $namespace.append_one(
+                   v_session::text, v_event ->> 'agent_id', v_event ->> 'event_type', v_event -> 'payload',
+                   v_event ->> 'key', coalesce((v_event ->> 'store_messages')::boolean, false)
+               ) AS o;
+        append_batch.place := append_batch.place + 1;
+        RETURN NEXT;
+    END LOOP;
+END
+$walstream_body$;
+
+-- A new session that goes on from a point of another one. Its first event says so; no event of the parent is copied.
+CREATE OR REPLACE FUNCTION $namespace.fork(
+    parent_id text, at_seq bigint, agent_id text, session_id text DEFAULT NULL,
+    OUT session text, OUT seq bigint
+) RETURNS record
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+DECLARE
+    v_parent $table.$session_id%TYPE := fork.parent_id;
+    v_child $table.$session_id%TYPE := coalesce(fork.session_id, gen_random_uuid()::text);
+    v_at bigint;
+BEGIN
+    PERFORM $namespace.begin_append(NULL, NULL, NULL);
+    PERFORM pg_advisory_xact_lock(l.lock) FROM (
+        SELECT DISTINCT $namespace.session_lock_key(s.id) AS lock
+          FROM (VALUES (v_parent::text), (v_child::text)) AS s (id) ORDER BY 1
+    ) AS l;
+    SELECT max(e.$seq) INTO v_at FROM $table AS e WHERE e.$session_id = v_parent AND e.$seq <= fork.at_seq;
+    IF v_at IS NULL THEN
+        RAISE EXCEPTION 'walstream: session % has no event up to seq %', fork.parent_id, fork.at_seq
+            USING ERRCODE = 'WS003';
+    END IF;
+    IF EXISTS (SELECT FROM $table AS e WHERE e.$session_id = v_child) THEN
+        RAISE EXCEPTION 'walstream: session % has events already, so it cannot begin as a fork', v_child
+            USING ERRCODE = 'WS003';
+    END IF;
+    INSERT INTO $namespace.forks (session_id, parent_id, at_seq) VALUES (v_child, v_parent, v_at);
+    SELECT v_child::text, o.seq INTO fork.session, fork.seq
+      FROM $namespace.append_one(
+               v_child::text, fork.agent_id, 'session.forked',
+               jsonb_build_object('parent_session', v_parent::text, 'at_seq', v_at), NULL, false
+           ) AS o;
+END
+$walstream_body$;
+
+-- Whoever may call them may write the ledger, so nobody may until it is granted (`walstream init --worker ROLE`).
+REVOKE ALL ON FUNCTION $namespace.session_lock_key(text), $namespace.begin_append(bigint, bigint, text),
+    $namespace.store_messages(text, jsonb), $namespace.append_one(text, text, text, jsonb, text, boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION $namespace.append(text, text, text, jsonb, text, bigint, bigint, text, boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION $namespace.append_batch(jsonb, bigint, bigint, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION $namespace.fork(text, bigint, text, text) FROM PUBLIC;
