@@ -16,7 +16,7 @@ from walstream.event import Commit, Row
 from walstream.order.buffer import HotBuffer
 from walstream.order.reconcile import MissingRow
 from walstream.order.seen import SeenSeqs
-from walstream.order.segment import Segment
+from walstream.order.segment import MAX_EVENTS, Segment
 from walstream.order.writer import Snapshot
 
 
@@ -40,6 +40,7 @@ class Store:
         self.gate.wait(10)
         if self.failure is not None:
             raise self.failure
+        segment.check()  # as the writer does
         self.segments.append(segment)
         self.durable.append(durable)
 
@@ -224,3 +225,27 @@ def test_what_the_store_says_ends_it(bench: Bench) -> None:
     eventually(lambda: bench.orderer.error is not None)
     assert isinstance(bench.orderer.error, Fenced)
     assert bench.offsets() == []
+
+
+@pytest.mark.parametrize("one_transaction", [False, True])
+def test_a_backlog_larger_than_a_segment_is_ordered_in_several(bench: Bench, one_transaction: bool) -> None:
+    """While transactions wait for a standby, or the order for a lock, small rows pile up by the hundred thousand."""
+    bench.store.visible_below = 1
+    count = 2 * MAX_EVENTS + 50
+    seqs = range(1, count + 1)
+    if one_transaction:  # `chunk_bytes` may be set so high that a piece alone is larger
+        bench.orderer.submit(burst((1, 100, seqs)))
+    else:
+        bench.orderer.submit(burst(*((n, 100 * n, seqs[50 * (n - 1) : 50 * n]) for n in range(1, count // 50 + 2))))
+    bench.store.visible_below = 1 << 31
+    assert bench.orderer.drain(20)
+    assert bench.orderer.error is None
+    segments = bench.store.segments
+    assert [seq for segment in segments for seq in segment.seqs] == list(seqs)
+    assert [segment.first_offset for segment in segments[1:]] == [segment.next_offset for segment in segments[:-1]]
+    ends = [(segment.last_lsn, segment.partial_inserts) for segment in segments]
+    if one_transaction:
+        assert ends == [(100, MAX_EVENTS), (100, 2 * MAX_EVENTS), (130, None)]
+        assert [end for _, end in bench.orderer.confirmable] == [130]
+    else:
+        assert all(partial is None for _, partial in ends)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from walstream.event import Commit, Row
 from walstream.order.reconcile import MissingRow
-from walstream.order.segment import size_codes
+from walstream.order.segment import MAX_EVENTS, size_codes
 
 from .intake import Burst, Piece, Violation
 
@@ -41,14 +41,25 @@ class Backlog:
         if burst.stripped:
             base = len(self.rows)
             self.stripped.update({base + index: size for index, size in burst.stripped.items()})
+        pieces = burst.pieces if len(burst.rows) <= MAX_EVENTS else list(_divided(burst.pieces))
         if self.pieces:
-            self.pieces += burst.pieces
+            self.pieces += pieces
             self.rows += burst.rows
         else:
-            self.pieces, self.rows = burst.pieces, burst.rows
+            self.pieces, self.rows = pieces, burst.rows
         self.violations += burst.violations
         self.bursts += 1
         self.nbytes += burst.nbytes
+
+    def ready(self, finished: Callable[[int], bool]) -> int:
+        """How many pieces at the front belong to transactions that are finished, and fit into one segment."""
+        ready = rows = 0
+        for commit, count, _, _ in self.pieces:
+            rows += count
+            if rows > MAX_EVENTS or not finished(commit.xid):
+                break
+            ready += 1
+        return ready
 
     def pop(self, count: int) -> tuple[list[Piece], list[Row], bytes, bool, int]:
         """Remove the first ``count`` pieces; return them with their rows, the size class of each payload, whether any
@@ -69,6 +80,17 @@ class Backlog:
         del self.pieces[:count]
         del self.rows[:total]
         return pieces, rows, size_codes(sizes), stripped, nbytes
+
+
+def _divided(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Pieces of which none has more rows than a segment holds. ``chunk_bytes`` bounds bytes, and rows can be tiny."""
+    for commit, count, end, inserts in pieces:
+        done = inserts - count
+        while count > MAX_EVENTS:
+            done += MAX_EVENTS
+            count -= MAX_EVENTS
+            yield commit, MAX_EVENTS, 0, done
+        yield commit, count, end, inserts
 
 
 def _row_sizes(rows: Sequence[Row]) -> list[int]:

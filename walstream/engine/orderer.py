@@ -210,13 +210,8 @@ class Orderer:
                 backlog.absorb(item)
 
     def _release(self, backlog: Backlog) -> bool:
-        """Order the longest prefix that is visible to others. Rule 2."""
-        snapshot = self._store.snapshot()
-        ready = 0
-        for piece in backlog.pieces:
-            if not snapshot.shows_finished(piece[0].xid):
-                break
-            ready += 1
+        """Order the longest prefix that is visible to others and fits into a segment. Rule 2."""
+        ready = backlog.ready(self._store.snapshot().shows_finished)
         if not ready:
             return False
         self._flush(backlog, ready)
