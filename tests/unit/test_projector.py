@@ -88,6 +88,10 @@ def _takes(seen: list[Any]) -> dict[str, Any]:
         await asyncio.sleep(0)
         seen.append((event, ctx))
 
+    @functools.wraps(is_async)
+    def wraps_async(*args: Any) -> Any:
+        return is_async(*args)
+
     class Method:
         def call(self, event: Event, context: Context) -> None:
             seen.append((event, context))
@@ -101,6 +105,7 @@ def _takes(seen: list[Any]) -> dict[str, Any]:
         "a default of its own": with_default,
         "ctx with a default": with_default_context,
         "async": is_async,
+        "async in a plain wrapper": wraps_async,
         "method": Method().call,
         "async callable": Method(),
         "partial": functools.partial(with_default, tries=5),
@@ -116,6 +121,7 @@ def _takes(seen: list[Any]) -> dict[str, Any]:
         ("a default of its own", 3),
         ("ctx with a default", Context),
         ("async", Context),
+        ("async in a plain wrapper", Context),
         ("method", Context),
         ("async callable", None),
         ("partial", 5),
@@ -145,6 +151,19 @@ def test_a_function_that_takes_neither_is_refused() -> None:
 
 def test_what_a_function_has_done_is_noted() -> None:
     def fails_at_three(event: Event) -> None:
+        if event.offset == 3:
+            raise ValueError
+
+    ctx = make_context()
+    with pytest.raises(ValueError):
+        deliver(FunctionProjector(fails_at_three), [make_event(n) for n in range(1, 6)], ctx)
+    assert ctx.finished is not None
+    assert ctx.finished.offset == 2
+
+
+def test_what_an_async_function_has_done_is_noted() -> None:
+    async def fails_at_three(event: Event) -> None:
+        await asyncio.sleep(0)
         if event.offset == 3:
             raise ValueError
 

@@ -135,26 +135,28 @@ class FunctionProjector(Projector):
             setattr(self, option, value)
         self.function = function
         self._with_context = _takes_context(function)
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async, not a test for callable
-        )
 
     def project(self, events: Sequence[Event], ctx: Context) -> Awaitable[None] | None:
-        if self._is_async:
-            return self._project_async(events, ctx)
-        function = self.function
-        for event in events:
-            if self._with_context:
-                function(event, ctx)
-            else:
-                function(event)
+        for index, event in enumerate(events):
+            outcome = self._call(event, ctx)
+            # What it returns tells, and not how it is declared: a decorator may have wrapped what is async.
+            if inspect.isawaitable(outcome):
+                return self._await(outcome, events[index:], ctx)
             ctx.done(event)
         return None
 
-    async def _project_async(self, events: Sequence[Event], ctx: Context) -> None:
-        for event in events:
-            await (self.function(event, ctx) if self._with_context else self.function(event))
+    async def _await(self, outcome: Awaitable[Any], events: Sequence[Event], ctx: Context) -> None:
+        """Wait for what the first of ``events`` came to, and go on with the others."""
+        await outcome
+        ctx.done(events[0])
+        for event in events[1:]:
+            outcome = self._call(event, ctx)
+            if inspect.isawaitable(outcome):
+                await outcome
             ctx.done(event)
+
+    def _call(self, event: Event, ctx: Context) -> Any:
+        return self.function(event, ctx) if self._with_context else self.function(event)
 
 
 @dataclass(frozen=True, slots=True)
