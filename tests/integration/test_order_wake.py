@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +124,31 @@ def test_where_nothing_can_be_connected_readers_poll() -> None:
     assert not notifier._thread.is_alive()
     listener.close()
     listener.wake()  # after the end: nothing
+
+
+def test_a_listener_works_where_many_files_are_open() -> None:
+    """An application with more than 1,024 descriptors in use: ``select`` cannot take those above."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("a process may not open so many files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held: list[int] = []
+    try:
+        while not held or held[-1] < 1030:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+
+        def refused() -> Connection:
+            raise Unavailable("no listening here")
+
+        listener = Listener(refused, "walstream", 60)
+        assert not listener.wait(0.01)
+        listener.wake()
+        assert listener.wait(60)
+        listener.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_wait_can_be_ended(listener: Listener) -> None:

@@ -166,9 +166,11 @@ class Listener:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            watched = [self._read_end] if self._connection is None else [self._read_end, self._connection.fileno()]
-            ready, _, _ = select.select(watched, [], [], left)
-            if self._read_end in ready:
+            watched = select.poll()  # `select` takes no descriptor above 1023, and an application may have more open
+            watched.register(self._read_end, select.POLLIN)
+            if self._connection is not None:
+                watched.register(self._connection.fileno(), select.POLLIN)
+            if any(descriptor == self._read_end for descriptor, _ in watched.poll(left * 1000)):
                 self._drain()
                 return True
 
