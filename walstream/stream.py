@@ -150,8 +150,17 @@ class Stream:
         """
         from walstream.wiring import make_host
 
-        self._host = make_host(self.settings(), self._projectors)
-        await asyncio.to_thread(self._host.start)
+        host = make_host(self.settings(), self._projectors)
+        starting = asyncio.ensure_future(asyncio.to_thread(host.start))
+        try:
+            await asyncio.shield(starting)
+        except BaseException:
+            # Cancelled, for one: the thread waits for a server that is away, and the program could not end before it.
+            host.request_stop()
+            await asyncio.gather(starting, return_exceptions=True)
+            await asyncio.to_thread(host.stop)
+            raise
+        self._host = host
         return self
 
     async def __aexit__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,29 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
 def test_without_async_with_there_is_nothing_to_wait_for() -> None:
     with pytest.raises(ConfigError, match="not running"):
         asyncio.run(Stream().wait())
+
+
+def test_an_application_can_give_up_while_the_stream_waits_for_the_server() -> None:
+    stream = Stream("host=127.0.0.1 port=1 dbname=nobody", connect_timeout=2)
+    outcome: list[BaseException] = []
+
+    async def application() -> None:
+        async with asyncio.timeout(0.3), stream:
+            pass
+
+    def program() -> None:
+        try:
+            asyncio.run(application())
+        except TimeoutError as error:
+            outcome.append(error)
+
+    running = threading.Thread(target=program, daemon=True)
+    running.start()
+    running.join(20)
+    assert not running.is_alive(), "the program waits for the server although nobody does"
+    assert outcome
+    with pytest.raises(ConfigError, match="not running"):
+        asyncio.run(stream.wait())
 
 
 def test_every_public_name_is_there() -> None:
