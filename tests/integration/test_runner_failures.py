@@ -315,6 +315,27 @@ def test_a_projector_that_ends_the_runners_transaction_is_halted_at_once(world: 
     assert "ended the transaction of the runner" in world.execute("SELECT error FROM walstream.projectors")[0][0]
 
 
+def test_a_projector_that_ends_the_transaction_of_a_parked_event_is_halted(world: World) -> None:
+    """Else its effect would be there without the entry's removal, and come a second time after a crash in between."""
+
+    class Corrected(Effect):
+        def effect(self, event: Event, ctx: Context) -> None:
+            super().effect(event, ctx)
+            if event.event_type == "bad":
+                ctx.connection.commit()
+
+    poison, last, waiting = good_bad_good(world)
+    cured: list[bool] = []
+    group = world.start(Corrected("p", lambda event, tries: None if cured else bad(event, tries), **QUICK))
+    eventually(lambda: world.reached("p", last))
+    cured.append(True)
+    world.execute("UPDATE walstream.parked SET next_try = now() WHERE state = 'failed'")
+    eventually(lambda: group.halted == ["p"])
+    assert next(offset for offset, _, _ in world.parked("p")) == poison
+    assert len(world.parked("p")) == 1 + waiting
+    assert "ended the transaction of the runner" in world.execute("SELECT error FROM walstream.projectors")[0][0]
+
+
 def test_a_deadlock_is_retried_without_counting(world: World) -> None:
     world.execute("CREATE TABLE public.acc (id int PRIMARY KEY, n int); INSERT INTO acc VALUES (1, 0), (2, 0)")
     conflicts = [4]

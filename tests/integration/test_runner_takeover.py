@@ -174,6 +174,20 @@ def test_a_projector_that_was_removed_while_it_ran_begins_anew(world: World) -> 
     eventually(lambda: projector.done == [1, 2, 3, 1, 2, 3] and world.reached("p", last))
 
 
+def test_a_lane_whose_cursor_is_gone_stands_by(world: World) -> None:
+    """Its rows were removed, or another process runs it with fewer lanes. The keeper may hear of it later than a lane
+    that connects again."""
+    projector = FaultyProjector("p")
+    group = world.start(projector, lease_seconds=60, poll_seconds=20)
+    last = world.add_many(3)
+    eventually(lambda: world.reached("p", last))
+    world.execute("DELETE FROM walstream.projectors WHERE name = 'p'")
+    assert end_sessions(world, "p") == 1
+    world.add("x")
+    eventually(lambda: group.error is not None or group.states()["p"][0] == "standby")
+    assert group.error is None
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 def test_the_number_of_lanes_changes_at_a_common_offset(world: World, before: int, after: int) -> None:
     first = world.start(Effect("p", lanes=before))

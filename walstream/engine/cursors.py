@@ -203,6 +203,25 @@ class Cursors:
         """Mark the transaction as the runner's own; :meth:`step` checks the mark."""
         cur.execute("SELECT pg_catalog.set_config(%s, %s, true)", (BATCH_MARK, mark))
 
+    def require_mark(self, cur: Cursor, mark: str, events: str) -> None:
+        """Check that the transaction is still the one that was marked.
+
+        Args:
+            events: those that the projector was given, for the error.
+
+        Raises:
+            TransactionEnded: it is not.
+        """
+        cur.execute("SELECT pg_catalog.current_setting(%s, true)", (BATCH_MARK,))
+        found = cur.fetchone()
+        if found is None or found[0] != mark:
+            raise TransactionEnded(
+                f"projector {self._projector!r} ended the transaction of the runner (a commit or rollback on"
+                f" ctx.connection or ctx.cursor) in {events}; its effects may be committed without the runner's part",
+                hint="leave commit and rollback to the runner (also `with ctx.connection:` commits), or say"
+                " `transactional = False`",
+            )
+
     def step(self, cur: Cursor, lane: int, before: int, after: int, mark: str | None = None) -> None:
         """Move a lane's cursor from ``before`` to ``after`` in the transaction of ``cur``.
 
@@ -261,16 +280,8 @@ class Cursors:
         )
 
     def _refused(self, cur: Cursor, lane: int, before: int, after: int, mark: str | None) -> Exception:
-        cur.execute("SELECT pg_catalog.current_setting(%s, true)", (BATCH_MARK,))
-        found = cur.fetchone()
-        if mark is not None and (found is None or found[0] != mark):
-            return TransactionEnded(
-                f"projector {self._projector!r} ended the transaction of the runner (a commit or rollback on"
-                f" ctx.connection or ctx.cursor) in the events after offset {before}; its effects may be committed"
-                " without the cursor",
-                hint="leave commit and rollback to the runner (also `with ctx.connection:` commits), or say"
-                " `transactional = False`",
-            )
+        if mark is not None:
+            self.require_mark(cur, mark, f"the events after offset {before}")
         row = self.row(cur)
         if row is None or row.generation != self._generation:
             return self._fenced()

@@ -90,9 +90,9 @@ class Delivery:
             cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
             pid, start = cur.fetchone() or (0, "")
             self._backend = Backend(int(pid), str(start))
+            cursors.sign_in(cur, lane, self._backend)  # first: only whose turn it is can be sure of a cursor
             self.position = cursors.position(cur, lane)
             """The stored cursor."""
-            cursors.sign_in(cur, lane, self._backend)
         connection.commit()
 
     # -- deliveries ------------------------------------------------------------------------------------------------
@@ -117,7 +117,13 @@ class Delivery:
         Raises:
             BaseException: as for :meth:`deliver`.
         """
-        self._project_and_write([event], lambda cur, _mark: self._parking.remove(cur, entry))
+
+        def remove(cur: Cursor, mark: str | None) -> None:
+            if mark is not None:
+                self._cursors.require_mark(cur, mark, f"the parked event at offset {entry.offset}")
+            self._parking.remove(cur, entry)
+
+        self._project_and_write([event], remove)
 
     def write(self, write: Write, through: int | None = None) -> None:
         """Write something of the runner's own, and move the cursor to ``through`` with it, in one transaction."""
