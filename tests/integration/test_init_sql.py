@@ -148,6 +148,9 @@ def test_statements_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ).json["sql"]
     assert found[0] == "ALTER SYSTEM SET max_slot_wal_keep_size = '10GB';"
     assert any(statement.startswith("CREATE PUBLICATION") for statement in found)
+    assert any('CREATE TABLE "walstream".commit_order' in statement for statement in found)
+    assert any('CREATE TABLE "public"."agent_events"' in statement for statement in found)
+    assert not any(all(line.startswith("--") for line in statement.splitlines()) for statement in found)
     assert 'GRANT USAGE ON SCHEMA "walstream" TO "runner";' in found
 
 
