@@ -309,6 +309,12 @@ def test_offsets_and_filters_choose(ordered: Database, words: tuple[str, ...], o
     assert [offset for offset, _ in types_of(called)] == offsets
 
 
+def test_brackets_in_a_name_are_no_pattern(ordered: Database) -> None:
+    append_to_order(ordered, [insert(ordered, "t[1]", agent="worker[3]"), insert(ordered, "t1", agent="worker3")])
+    for words in (("--agent", "worker[3]"), ("--agent", "work*[3]"), ("--type", "t[1]")):
+        assert ok("tail", "--json", "--from", "5", *words, "--limit", "1", dsn=ordered.dsn).stdout.count("worker[3]")
+
+
 def test_what_is_ordered_later_follows_and_a_lost_connection_costs_nothing(ordered: Database) -> None:
     process = started(ordered, "--json", "--from", "4")
     assert process.stdout is not None

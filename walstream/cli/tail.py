@@ -90,6 +90,9 @@ def _show_all(
 
 def _filter(sessions: Sequence[str], agents: Sequence[str], types: Sequence[str]) -> Callable[[Event], bool]:
     prefixes = tuple(sessions)
+    # fnmatch takes brackets for a set of characters; here they are characters of a name, as in worker[3].
+    agents = [pattern.replace("[", "[[]") for pattern in agents]
+    types = [pattern.replace("[", "[[]") for pattern in types]
 
     def chosen(event: Event) -> bool:
         return (
