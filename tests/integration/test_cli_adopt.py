@@ -45,6 +45,12 @@ def test_a_copy_gets_an_environment_of_its_own(ledger: Database) -> None:
         _check(ledger, "production")
 
 
+def test_names_are_shown_as_they_are(ledger: Database) -> None:
+    called = call("adopt", "--environment", "[/copy] [red]", "--yes", dsn=ledger.dsn)
+    assert (called.exit_code, called.stderr.count("Traceback")) == (0, 0)
+    assert "[/copy] [red]" in called.stdout
+
+
 def test_without_yes_and_without_a_person_nothing_happens(ledger: Database) -> None:
     called = call("adopt", "--environment", "staging", dsn=ledger.dsn)
     assert called.exit_code == ExitCode.CONFIG

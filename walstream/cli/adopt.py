@@ -73,10 +73,11 @@ def _in_words(found: Adoption) -> str:
 
 def _show(found: Adoption) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("what", "recorded", "found", title=f"ledger {found.before.ledger_id}", title_justify="left")
     for change in found.changes:
-        table.add_row(change.what.replace("_", " "), change.recorded, change.found)
+        table.add_row(change.what.replace("_", " "), Text(change.recorded), Text(change.found))  # no markup
     console.out().print(table)
 
 
