@@ -7,6 +7,7 @@ described once. See docs/operations.md for the table.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,10 @@ DEFAULT_FILE: Final = Path("walstream.toml")
 ENV_PREFIX: Final = "WALSTREAM_"
 
 MiB: Final = 1024 * 1024
+
+# libpq takes what stands before a slash for the host, so a password with a slash in it becomes a piece of the host, the
+# port or the database's name; and those are shown in messages.
+_SLASH_IN_PASSWORD: Final = re.compile(r"postgres(?:ql)?://[^?]*/[^?]*@")
 
 
 class _Model(BaseModel):
@@ -107,6 +112,8 @@ class Settings(_Model):
     def _dsn_is_one_line(cls, value: str | None) -> str | None:
         if value and ("\0" in value or "\n" in value):
             raise ValueError("a connection string is one line")
+        if value and _SLASH_IN_PASSWORD.match(value):
+            raise ValueError("user or password of a URI holds a / or an @, which have to be written %2F and %40")
         return value
 
     @field_validator("namespace")

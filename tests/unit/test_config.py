@@ -23,6 +23,29 @@ def write(text: str, name: str = "walstream.toml") -> Path:
     return file
 
 
+class TestDsn:
+    """libpq takes a password with a slash for host, port and database, and those are shown."""
+
+    @pytest.mark.parametrize("uri", ["postgresql://me:s3/cret@h/db", "postgres://me:12/34@h/db", "postgresql://m/e@h"])
+    def test_a_slash_in_a_password_has_to_be_encoded(self, uri: str) -> None:
+        for name in ("dsn", "replication_dsn"):
+            with pytest.raises(ConfigError, match="%2F") as raised:
+                load({name: uri}, environ={})
+            assert "cret" not in str(raised.value)
+
+    @pytest.mark.parametrize(
+        "uri",
+        [
+            "postgresql:///db?user=me@host",
+            "postgresql://me:a%2Fb@h:1,g:2/db",
+            "postgresql://me@[::1]:5432/db",
+            "host=/tmp",
+        ],
+    )
+    def test_others_are_taken_as_they_are(self, uri: str) -> None:
+        assert load({"dsn": uri}, environ={}).dsn == uri
+
+
 class TestPrecedence:
     """Flags over environment over file over arguments."""
 
