@@ -68,8 +68,13 @@ class Stream:
                 :class:`walstream.Projector`). Its name is the function's unless given.
 
         Raises:
-            ConfigError: an option is unknown, or the function takes other arguments.
+            ConfigError: an option is unknown, the function takes other arguments, or the parentheses were forgotten.
         """
+        if not all(isinstance(each, str) for each in event_types):  # nothing would run, and nobody would notice
+            raise ConfigError(
+                "@stream.on takes event types, and was given something else",
+                hint="write @stream.on() for all of them, with the parentheses",
+            )
 
         def add(function: _Function) -> _Function:
             self.add(FunctionProjector(function, event_types, **options))

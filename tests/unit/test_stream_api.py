@@ -36,6 +36,17 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
         stream.on("a", lane=2)(print)
 
 
+def test_forgotten_parentheses_are_noticed() -> None:
+    stream = Stream()
+    with pytest.raises(ConfigError, match="event types") as raised:
+
+        @stream.on  # type: ignore[arg-type]
+        def nothing(event: Event) -> None:
+            del event
+
+    assert "@stream.on()" in raised.value.hint
+
+
 def test_without_async_with_there_is_nothing_to_wait_for() -> None:
     with pytest.raises(ConfigError, match="not running"):
         asyncio.run(Stream().wait())
