@@ -29,7 +29,7 @@ def load_target(target: str) -> Stream:
     from walstream.stream import Stream
 
     module_name, colon, attribute = target.partition(":")
-    if not colon or not module_name or not attribute:
+    if not colon or not module_name or not attribute or module_name.startswith("."):
         raise ConfigError(f"{target!r} names no stream", hint="write package.module:name, e.g. app.agents:stream")
     here = os.getcwd()
     if here not in sys.path:

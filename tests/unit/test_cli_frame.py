@@ -104,6 +104,73 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.returncode == 141
 
 
+def test_a_reader_that_goes_away_from_a_table_is_no_error() -> None:
+    script = (
+        "import sys, typer\n"
+        "from walstream.cli import console\n"
+        "from walstream.cli.app import Commands\n"
+        "app = typer.Typer(cls=Commands)\n"
+        "@app.callback()\n"
+        "def frame(): pass\n"
+        "@app.command()\n"
+        "def work():\n"
+        "    while True: console.out().print('x' * 100)\n"
+        "app()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "work"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize("words", [["status", "postgresql://me:s3cret@h/db"], ["tail", "--limit", "//me:s3cret@h/db"]])
+def test_wrong_words_are_quoted_without_the_password(words: list[str]) -> None:
+    result = runner.invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == ExitCode.USAGE
+    assert "me:***@h/db" in result.stderr or "Input should be" in result.stderr
+    assert "s3cret" not in result.output
+
+
+@pytest.mark.parametrize("words", [["--bogus"], ["extra"], ["--interval", "soon"], ["--slot"]])
+def test_with_json_wrong_words_are_one_object_too(words: list[str]) -> None:
+    result = runner.invoke(app, ["status", "--json", *words])
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+    error = json.loads(result.stderr)
+    assert (error["error"], error["exit_code"], error["transient"]) == ("UsageError", 2, False)
+    assert words[-1] in error["message"] or words[0] in error["message"]
+
+
+@pytest.mark.parametrize(("no_colour", "coloured"), [("", True), ("1", False)])
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch, no_colour: str, coloured: bool) -> None:
+    written: list[str] = []
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(typer, "echo", lambda text, **_: written.append(text))
+    console.begin()
+    console.show_error(ConfigError("a", hint="b"))
+    assert ("\x1b" in "".join(written)) is coloured
+
+
+@pytest.mark.parametrize("rate", ["inf", "nan", "-5"])
+@pytest.mark.parametrize("command", [["import", "none.jsonl"], ["demo"]])
+def test_a_rate_is_a_number(command: list[str], rate: str) -> None:
+    result = runner.invoke(app, [*command, "--rate", rate])
+    assert result.exit_code == ExitCode.USAGE, result
+    assert "--rate" in result.stderr
+
+
+@pytest.mark.parametrize("target", [".app:stream", "..:stream"])
+def test_a_target_is_a_full_name(target: str) -> None:
+    result = runner.invoke(app, ["run", target])
+    assert result.exit_code == ExitCode.CONFIG, result
+    assert "package.module:name" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from walstream.errors import WalstreamError
+from walstream.errors import ExitCode, WalstreamError
 
 from . import console
 
@@ -43,11 +43,22 @@ BROKEN_PIPE: Final = 141
 """128 + SIGPIPE, what a shell reports for `command | head`."""
 
 
+_WRONG_WORDS: Final = typer.BadParameter.__mro__[1]
+"""What the parser raises for a call that it cannot read. Its class has no public name in every release of typer."""
+
+
+class UsageError(WalstreamError):
+    """The words of the call are off: the form of it for a script that asked for JSON."""
+
+    exit_code = ExitCode.USAGE
+
+
 class Commands(TyperGroup):
     """Turns what a command raises into one message and one exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         console.begin()
+        words = [*getattr(ctx, "_protected_args", ()), *ctx.args]
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -61,6 +72,8 @@ class Commands(TyperGroup):
             console.show_error(error)
             code = int(error.exit_code)
         except Exception as error:
+            if isinstance(error, _WRONG_WORDS):
+                _as_usage(error, "--json" in words)
             if not type(error).__module__.startswith("psycopg2"):
                 raise
             from walstream.source.failures import classify
@@ -108,6 +121,15 @@ def _register_all() -> None:
 
 
 _register_all()
+
+
+def _as_usage(error: Any, json: bool) -> None:
+    """Take passwords out of the parser's complaint, which quotes the words of the call; with JSON, show it and exit."""
+    error.message = console.redact(error.message)
+    if json or console.json_wanted():
+        console.ask_for_json(True)
+        console.show_error(UsageError(error.format_message(), hint="--help shows the options"))
+        raise typer.Exit(int(ExitCode.USAGE))
 
 
 def _discard_stdout() -> None:

@@ -55,7 +55,11 @@ def out() -> Console:
     """Console on standard output. Asked for anew each time, because tests and pipes exchange ``sys.stdout``."""
     from rich.console import Console
 
-    return Console(highlight=False, width=_width(sys.stdout))
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the process with 1, which says that something was found
+
+    return Output(highlight=False, width=_width(sys.stdout))
 
 
 def err() -> Console:
@@ -129,7 +133,7 @@ def show_error(error: WalstreamError) -> None:
         }
         typer.echo(orjson.dumps(document).decode(), err=True)
         return
-    colour = typer.colors.RED if sys.stderr.isatty() else None
+    colour = typer.colors.RED if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
     typer.echo(typer.style("error: ", fg=colour, bold=True) + message if colour else f"error: {message}", err=True)
     if hint:
         typer.echo(typer.style(" hint: ", bold=True) + hint if colour else f" hint: {hint}", err=True)

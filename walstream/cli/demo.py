@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from pathlib import Path
@@ -69,6 +70,8 @@ def demo(
         events = events or _EVENTS
         if copies != 1:
             raise typer.BadParameter("makes copies of recorded runs: give --replay DIR", param_hint="--copies")
+    if rate is not None and not (rate >= 0 and math.isfinite(rate)):
+        raise typer.BadParameter("must be a number from 0 on", param_hint="--rate")
     if rate is None:
         rate = _RATE if replay is None else _REPLAY_RATE
     plan = Plan(

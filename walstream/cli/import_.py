@@ -59,8 +59,8 @@ def import_events(
     Copies get session ids derived from the old ones, the same in every run, so
     that importing the same thing twice is noticed.
     """
-    if rate is not None and not rate > 0:
-        raise typer.BadParameter("must be above 0", param_hint="--rate")
+    if rate is not None and not (rate > 0 and math.isfinite(rate)):
+        raise typer.BadParameter("must be a number above 0; leave it out for no limit", param_hint="--rate")
     if batch is None:
         # A transaction every tenth of a second, so that a slow import is a trickle and not a row of bursts.
         batch = DEFAULT_BATCH if rate is None else max(1, min(DEFAULT_BATCH, math.ceil(rate / 10)))

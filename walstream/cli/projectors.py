@@ -30,7 +30,6 @@ def register(app: typer.Typer) -> None:
     group.command()(resume)
     group.command()(reset)
     group.command()(rebuild)
-    group.command()(rebuild)
     group.command()(remove)
     app.add_typer(group, name="projectors")
 
