@@ -49,6 +49,8 @@ def test_every_kind_has_a_name_of_its_own_and_a_remedy() -> None:
         ("FATAL:  the database system is not yet accepting connections", Unavailable),
         ("FATAL:  sorry, too many clients already", Unavailable),
         ("FATAL:  number of requested standby connections exceeds max_wal_senders (currently 1)", Unavailable),
+        ("could not fork new process for connection: Resource temporarily unavailable", Unavailable),
+        ("server sent an error response during SSL exchange", Unavailable),  # the same, with sslmode=prefer
         ("FATAL:  terminating connection due to administrator command", ConnectionLost),
         ("server closed the connection unexpectedly", ConnectionLost),
         ("error with status PGRES_COPY_BOTH and no message from the libpq", ConnectionLost),

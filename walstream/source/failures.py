@@ -293,7 +293,15 @@ KINDS: Final[tuple[Kind, ...]] = (
     Kind(
         "cancelled", Unavailable, "a timeout (statement_timeout) or a person cancelled the statement", states=("57014",)
     ),
-    Kind("resources", Unavailable, "the server is out of disk space, memory or the like", states=("53", "58030")),
+    Kind(
+        "resources",
+        Unavailable,
+        "the server is out of disk space, memory, processes or the like",
+        states=("53", "58030"),
+        # What a server says that cannot even start a process for the connection, and what libpq makes of that if it
+        # has just asked for TLS.
+        bare=r"could not fork new process|error response during SSL exchange",
+    ),
     Kind("privilege", ConfigError, "docs/operations.md has the grants that walstream needs", states=("42501",)),
     Kind("not set up", ConfigError, _INIT_HINT, states=("42P01", "3F000", "42703", "42883", "42704")),
     Kind("damaged", LedgerError, "the server reports damaged data; see its log", states=("XX001", "XX002")),
