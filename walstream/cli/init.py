@@ -119,21 +119,65 @@ def _set_up(
 
 def _run_steps(settings: Settings, conn: Connection, from_now: bool) -> Plan:
     """Run what is missing in one transaction: all of it or nothing."""
-    from . import plan as planning
-    from .changing import changes
+    import psycopg2
+    from psycopg2.errorcodes import LOCK_NOT_AVAILABLE
+    from psycopg2.errors import InsufficientPrivilege
 
-    hint = (
-        "hand the output of `walstream init --sql` to a DBA; or let the role create schemas (CREATE ON DATABASE), own the"
-        " ledger's table, and replicate"
-    )
-    with changes(settings, conn, "init", hint) as cur:
-        plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=wishes.partition_by)
-        for step in plan.steps:
-            for script in step.scripts:
-                cur.execute(script)
-        if plan.steps:
-            planning.look(conn, settings)  # what was added to what was there has to work as a whole
-    return plan
+    from walstream.ledger import schema
+
+    from . import plan as planning
+
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            schema.line_up(cur, settings.namespace)
+            plan = planning.look(conn, settings, from_now=from_now)
+            for step in plan.steps:
+                for script in step.scripts:
+                    cur.execute(script)
+            if plan.steps:
+                planning.look(conn, settings)  # what was added to what was there has to work as a whole
+        return plan
+    except InsufficientPrivilege as error:
+        raise ConfigError(
+            f"this role may not set the stream up: {error.diag.message_primary}",
+            hint="hand the output of `walstream init --sql` to a DBA; or let the role create schemas (CREATE ON"
+            " DATABASE), own the ledger's table, and replicate",
+        ) from error
+    except psycopg2.Error as error:
+        if error.pgcode != LOCK_NOT_AVAILABLE:
+            raise
+        conn.autocommit = True
+        holders = _lock_holders(conn, settings)
+        raise Unavailable(
+            f"set-up waited {LOCK_TIMEOUT} for a lock and gave up, changing nothing; in the way:"
+            f" {'; '.join(holders) or 'a session that has gone meanwhile'}",
+            hint="wait until it has ended (or end it with pg_terminate_backend), and run `walstream init` again",
+        ) from error
+    finally:
+        conn.autocommit = True
+
+
+def _lock_holders(conn: Connection, settings: Settings) -> list[str]:
+    """Who holds a lock on the ledger's table, or is setting this stream up as well."""
+    with conn.cursor() as cur:
+        cur.execute(
+            """
+            SELECT DISTINCT l.pid, coalesce(a.application_name, ''), coalesce(a.usename::text, '?'),
+                   coalesce(a.state, '?'), coalesce(a.xact_start::text, 'unknown')
+              FROM pg_catalog.pg_locks AS l LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid
+             WHERE l.granted AND l.pid <> pg_catalog.pg_backend_pid()
+               AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
+               AND (l.locktype = 'advisory'
+                    OR l.relation = pg_catalog.to_regclass(%s)
+                   AND l.mode NOT IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock'))
+             ORDER BY 5""",
+            (settings.ledger.qualified,),
+        )
+        return [
+            f"pid {pid} {name!r} by {user}, {state}, transaction open since {since}"
+            for pid, name, user, state, since in cur.fetchall()
+        ]
 
 
 def _keep_wal(conn: Connection, size: str) -> str:
