@@ -105,6 +105,21 @@ class PayloadError(WalstreamError):
     exit_code = ExitCode.DATA
 
 
+class UnknownSession(ConfigError):
+    """No event of the ledger has this session id, or it is none that the ledger's column can hold."""
+
+
+class RecoveryBusy(WalstreamError):
+    """Another worker recovers this session, or works on it inside of ``recover``, right now."""
+
+    exit_code = ExitCode.UNAVAILABLE
+    transient = True
+
+
+class CallSettled(WalstreamError):
+    """A tool call is not in flight any more as it was listed: answered, abandoned, or tried again by somebody else."""
+
+
 class Fenced(WalstreamError):
     """Another process holds a newer generation: whatever this one still wanted to write was refused."""
 
