@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from psycopg2.extensions import make_dsn
 
 from tests.cli_calls import call, hold, ok
-from tests.conftest import Database
+from tests.conftest import Database, Server
 from tests.integration.births import insert_rows
 from walstream.errors import ExitCode
 
@@ -50,6 +51,21 @@ def test_nothing_happens_unasked(ledger: Database, slot: str) -> None:
     assert "--yes" in called.stderr
     assert "agent_events" in called.stdout  # what would go and what would stay is shown
     assert _remains(ledger, slot) == (1, 1, 1, 3)
+
+
+def test_the_role_of_run_cannot_take_half_of_it_away(ledger: Database, server: Server, slot: str) -> None:
+    role = f"runner_{ledger.name[-8:]}"
+    server.execute(f"CREATE ROLE {role} LOGIN REPLICATION PASSWORD 'irrelevant'")
+    try:
+        ok("init", "--slot", slot, "--grants", role, dsn=ledger.dsn)
+        dsn = str(make_dsn(ledger.dsn, user=role, password="irrelevant"))
+        called = call("teardown", "--slot", slot, "--yes", dsn=dsn)
+        assert called.exit_code == ExitCode.CONFIG
+        assert "run this as" in called.stderr
+        assert _remains(ledger, slot) == (1, 1, 1, 3)
+    finally:
+        ledger.execute(f"DROP OWNED BY {role}")
+        server.execute(f"DROP ROLE {role}")
 
 
 def test_a_publication_of_others_stays(ledger: Database, slot: str) -> None:

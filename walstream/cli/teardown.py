@@ -57,6 +57,7 @@ def teardown(settings: Settings, *, yes: Yes = False, as_json: Json = False) -> 
 
     with database(settings, "teardown") as conn:
         found = _look(conn, settings)
+        _require_owner(conn, settings, found)
         if found.nothing:
             _report(settings, found, as_json, "nothing is there to take away")
             return
@@ -122,6 +123,26 @@ def _look(conn: Connection, settings: Settings) -> Remains:
     return Remains(
         slot.name if slot else None, publication.name if publication else None, shared, schema, events, projectors
     )
+
+
+def _require_owner(conn: Connection, settings: Settings, found: Remains) -> None:
+    """Refuse a role that could drop the slot, and then neither the publication nor the schema.
+
+    Raises:
+        ConfigError: one of them is another role's.
+    """
+    with conn.cursor() as cur:
+        cur.execute(
+            "SELECT what, pg_catalog.pg_get_userbyid(owner)::text, current_user::text FROM ("
+            " SELECT 'schema ' || nspname, nspowner FROM pg_catalog.pg_namespace WHERE %s AND nspname = %s UNION ALL"
+            " SELECT 'publication ' || pubname, pubowner FROM pg_catalog.pg_publication WHERE pubname = %s"
+            ") AS ours (what, owner) WHERE NOT pg_catalog.pg_has_role(owner, 'USAGE')",
+            (found.schema, settings.namespace, None if found.shared else found.publication),
+        )
+        foreign = cur.fetchall()
+    if foreign:
+        what, owner, role = foreign[0]
+        raise ConfigError(f"{what} belongs to {owner}, and {role} may not drop it", hint=f"run this as {owner}")
 
 
 def _show(settings: Settings, found: Remains) -> None:
