@@ -11,9 +11,12 @@ $walstream_body$;
 -- What an append checks before anything else: the fencing token, if a job was named, and what durability is asked for.
 CREATE OR REPLACE FUNCTION $namespace.begin_append(job bigint, token bigint, durability text) RETURNS void
 LANGUAGE plpgsql AS $walstream_body$
+#variable_conflict use_variable
 DECLARE
     ranks CONSTANT text[] := ARRAY['off', 'local', 'remote_write', 'on', 'remote_apply'];
     asked text := coalesce(current_setting('walstream.durability', true), '');
+    current text;
+    wanted text;
     actual bigint;
 BEGIN
     IF job IS NOT NULL OR token IS NOT NULL THEN
@@ -26,16 +29,28 @@ BEGIN
                 coalesce(token::text, 'NULL'), job, actual USING ERRCODE = 'WS001';
         END IF;
     END IF;
-    -- synchronous_commit is the transaction's: of several appends in it the most demanding one decides.
-    IF durability IS NULL THEN
-        IF asked = '' THEN
-            PERFORM set_config('walstream.durability', current_setting('synchronous_commit'), true);
-        END IF;
-    ELSIF durability NOT IN ('on', 'local', 'off') THEN
+    -- synchronous_commit is the transaction's: of several appends in it the most demanding one decides, and one that
+    -- asks for nothing demands what the transaction had before the first of them.
+    IF durability NOT IN ('on', 'local', 'off') THEN
         RAISE EXCEPTION 'walstream: durability is on, local or off, not %', durability
             USING ERRCODE = 'invalid_parameter_value';
-    ELSIF asked = '' OR array_position(ranks, durability) > array_position(ranks, asked) THEN
-        PERFORM set_config('synchronous_commit', durability, true), set_config('walstream.durability', durability, true);
+    END IF;
+    current := current_setting('synchronous_commit');
+    IF asked = '' THEN
+        wanted := coalesce(durability, current);
+        PERFORM set_config('walstream.durability_before', current, true);
+    ELSE
+        wanted := coalesce(durability, current_setting('walstream.durability_before'));
+        IF array_position(ranks, wanted) < array_position(ranks, asked) THEN
+            wanted := asked;
+        END IF;
+    END IF;
+    IF wanted <> asked THEN
+        PERFORM set_config('walstream.durability', wanted, true);
+    END IF;
+    -- Only the first may lower it: what the caller has set since then for himself is not taken back.
+    IF array_position(ranks, wanted) > array_position(ranks, current) OR asked = '' AND wanted <> current THEN
+        PERFORM set_config('synchronous_commit', wanted, true);
     END IF;
 END
 $walstream_body$;
@@ -43,12 +58,16 @@ $walstream_body$;
 -- A context window with each message replaced by its digest; the messages themselves are stored if they are new.
 CREATE OR REPLACE FUNCTION $namespace.store_messages(session text, payload jsonb) RETURNS jsonb
 LANGUAGE plpgsql AS $walstream_body$
+#variable_conflict use_variable
 DECLARE
     v_session $namespace.messages.session_id%TYPE := session;
     v_digests jsonb;
 BEGIN
     IF jsonb_typeof(payload -> 'messages') IS DISTINCT FROM 'array' THEN
         RAISE EXCEPTION 'walstream: a payload without an array "messages" has none to be stored by digest'
+            USING ERRCODE = 'invalid_parameter_value';
+    ELSIF payload ? 'message_digests' THEN
+        RAISE EXCEPTION 'walstream: a payload whose messages are stored by digest cannot have a member "message_digests"'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     WITH each AS (
@@ -70,13 +89,16 @@ CREATE OR REPLACE FUNCTION $namespace.append_one(
     OUT seq bigint, OUT appended boolean, OUT created_at timestamptz, OUT stored jsonb
 ) RETURNS record
 LANGUAGE plpgsql AS $walstream_body$
-#variable_conflict use_column
+#variable_conflict use_variable
 DECLARE
     v_session $table.$session_id%TYPE := session;
     v_body $table.$payload%TYPE;
     v_seq bigint;
 BEGIN
-    IF idempotency_key IS NOT NULL THEN
+    IF octet_length(idempotency_key) > 1024 THEN
+        RAISE EXCEPTION 'walstream: a key has at most 1024 bytes, and this one has %', octet_length(idempotency_key)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Make it a hash of what it is made of.';
+    ELSIF idempotency_key IS NOT NULL THEN
         SELECT k.seq INTO v_seq FROM $namespace.append_keys AS k
          WHERE k.session_id = v_session AND k.key = idempotency_key;
         IF FOUND THEN
@@ -88,15 +110,30 @@ BEGIN
         END IF;
     END IF;
     IF store THEN
+        IF type IS DISTINCT FROM 'context.loaded' THEN
+            RAISE EXCEPTION 'walstream: messages are stored by digest for context.loaded, not for %', type
+                USING ERRCODE = 'invalid_parameter_value';
+        END IF;
         body := $namespace.store_messages(v_session::text, body);
     END IF;
     v_body := body;
-    INSERT INTO $table ($session_id, $agent_id, $event_type, $payload) VALUES (v_session, agent, type, v_body)
-    RETURNING $seq, $created_at INTO v_seq, created_at;
+    INSERT INTO $table AS e ($session_id, $agent_id, $event_type, $payload) VALUES (v_session, agent, type, v_body)
+    RETURNING e.$seq, e.$created_at INTO v_seq, created_at;
+    IF v_seq IS NULL THEN
+        RAISE EXCEPTION 'walstream: the ledger took no row: a trigger or a rule on it keeps inserts away'
+            USING ERRCODE = 'triggered_data_change_violation';
+    END IF;
     append_one.seq := v_seq;
     appended := true;
     IF idempotency_key IS NOT NULL THEN
-        INSERT INTO $namespace.append_keys (session_id, key, seq) VALUES (v_session, idempotency_key, v_seq);
+        -- The key can be there already only for who reads by an older snapshot (REPEATABLE READ, SERIALIZABLE). The
+        -- clause makes that a serialization failure, which is what it is: the same transaction again finds the key.
+        INSERT INTO $namespace.append_keys (session_id, key, seq) VALUES (v_session, idempotency_key, v_seq)
+            ON CONFLICT DO NOTHING;
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'walstream: the key % was used by a transaction that this one does not see', idempotency_key
+                USING ERRCODE = 'serialization_failure';
+        END IF;
     END IF;
 END
 $walstream_body$;
@@ -109,6 +146,7 @@ CREATE OR REPLACE FUNCTION $namespace.append(
     OUT seq bigint, OUT appended boolean, OUT created_at timestamptz, OUT stored jsonb
 ) RETURNS record
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
 DECLARE
     v_session $table.$session_id%TYPE := append.session_id;
 BEGIN
@@ -128,11 +166,13 @@ CREATE OR REPLACE FUNCTION $namespace.append_batch(
     events jsonb, job_id bigint DEFAULT NULL, fencing_token bigint DEFAULT NULL, durability text DEFAULT NULL
 ) RETURNS TABLE (place integer, seq bigint, appended boolean, created_at timestamptz, stored jsonb)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
 DECLARE
     v_session $table.$session_id%TYPE;
     v_event jsonb;
     v_text text;
     v_locks bigint[] := '{}';
+    v_members CONSTANT text[] := '{session_id, agent_id, event_type, payload, key, store_messages}';
 BEGIN
     PERFORM $namespace.begin_append(append_batch.job_id, append_batch.fencing_token, append_batch.durability);
     -- Every lock before the first seq, and in one order for everybody: two batches never wait for each other in a ring.
@@ -143,6 +183,11 @@ BEGIN
     PERFORM pg_advisory_xact_lock(l.lock) FROM (SELECT DISTINCT u.lock FROM unnest(v_locks) AS u (lock) ORDER BY 1) AS l;
     append_batch.place := 0;
     FOR v_event IN SELECT e.value FROM jsonb_array_elements(append_batch.events) AS e LOOP
+        append_batch.place := append_batch.place + 1;
+        IF jsonb_typeof(v_event) <> 'object' OR v_event - v_members <> '{}' THEN
+            RAISE EXCEPTION 'walstream: event % of the batch is no object of session_id, agent_id, event_type, payload,'
+                ' key and store_messages', append_batch.place USING ERRCODE = 'invalid_parameter_value';
+        END IF;
         v_session := v_event ->> 'session_id';
         SELECT o.seq, o.appended, o.created_at, o.stored
           INTO append_batch.seq, append_batch.appended, append_batch.created_at, append_batch.stored
@@ -150,9 +195,24 @@ BEGIN
                    v_session::text, v_event ->> 'agent_id', v_event ->> 'event_type', v_event -> 'payload',
                    v_event ->> 'key', coalesce((v_event ->> 'store_messages')::boolean, false)
                ) AS o;
-        append_batch.place := append_batch.place + 1;
         RETURN NEXT;
     END LOOP;
+END
+$walstream_body$;
+
+-- What a key stands for, without appending anything: no row if it was not used. For who does not know whether an append
+-- went through, and for projectors that are rebuilt.
+CREATE OR REPLACE FUNCTION $namespace.appended(session_id text, key text)
+RETURNS TABLE (seq bigint, created_at timestamptz, stored jsonb)
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_session $table.$session_id%TYPE := appended.session_id;
+BEGIN
+    RETURN QUERY SELECT k.seq, e.$created_at, e.$payload::jsonb
+      FROM $namespace.append_keys AS k
+      LEFT JOIN $table AS e ON e.$session_id = v_session AND e.$seq = k.seq
+     WHERE k.session_id = v_session AND k.key = appended.key;
 END
 $walstream_body$;
 
@@ -162,6 +222,7 @@ CREATE OR REPLACE FUNCTION $namespace.fork(
     OUT session text, OUT seq bigint
 ) RETURNS record
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
 DECLARE
     v_parent $table.$session_id%TYPE := fork.parent_id;
     v_child $table.$session_id%TYPE := coalesce(fork.session_id, gen_random_uuid()::text);
@@ -195,4 +256,4 @@ REVOKE ALL ON FUNCTION $namespace.session_lock_key(text), $namespace.begin_appen
     $namespace.store_messages(text, jsonb), $namespace.append_one(text, text, text, jsonb, text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.append(text, text, text, jsonb, text, bigint, bigint, text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.append_batch(jsonb, bigint, bigint, text) FROM PUBLIC;
-REVOKE ALL ON FUNCTION $namespace.fork(text, bigint, text, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION $namespace.appended(text, text), $namespace.fork(text, bigint, text, text) FROM PUBLIC;
