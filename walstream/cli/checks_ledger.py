@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from walstream.config import quote
-from walstream.ledger.grants import PRIVILEGES
+from walstream.ledger.grants import run_privileges
 
 from .checks import INIT, Exam, Finding, identity_findings, judged
 from .plan import check_columns
@@ -145,7 +145,7 @@ def privileges(exam: Exam) -> Iterator[Finding]:
         "SELECT w.name, w.privilege FROM unnest(%s::text[], %s::text[]) AS w (name, privilege)"
         " WHERE CASE WHEN pg_catalog.has_schema_privilege(%s, 'USAGE')"
         " THEN NOT pg_catalog.has_table_privilege(w.name, w.privilege) ELSE true END",
-        *_wanted(namespace),
+        *_wanted(exam),
         exam.settings.namespace,
     )
     role = quote(exam.role.name)
@@ -160,10 +160,10 @@ def privileges(exam: Exam) -> Iterator[Finding]:
         yield Finding("grants", "ok", f"{exam.role.name} may read and write walstream's tables")
 
 
-def _wanted(namespace: str) -> tuple[list[str], list[str]]:
+def _wanted(exam: Exam) -> tuple[list[str], list[str]]:
     pairs = [
-        (f"{namespace}.{name}", privilege)
-        for name, privileges_of_it in PRIVILEGES.items()
+        (name, privilege)
+        for name, privileges_of_it in run_privileges(exam.settings, exam.version or 1).items()
         for privilege in privileges_of_it.split(", ")
     ]
     return [name for name, _ in pairs], [privilege for _, privilege in pairs]

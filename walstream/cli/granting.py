@@ -1,4 +1,5 @@
-"""``walstream init --grants ROLE``: what can be granted is, and what only a superuser can give is said."""
+"""``walstream init --grants ROLE`` and ``--worker ROLE``: what can be granted is, and what only a superuser can give is
+said."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from walstream.config import quote
 from walstream.errors import ConfigError
-from walstream.ledger.grants import grant_statements
+from walstream.ledger.grants import grant_statements, worker_statements
 
 from .provider import provider_of
 
@@ -32,13 +33,7 @@ def require_role(conn: Connection, role: str) -> None:
 
 def grant(settings: Settings, conn: Connection, role: str) -> list[str]:
     """Grant, in one transaction; return what the role still lacks and only a superuser can give."""
-    conn.autocommit = False
-    try:
-        with conn, conn.cursor() as cur:
-            for statement in grant_statements(settings, role):
-                cur.execute(statement)
-    finally:
-        conn.autocommit = True
+    _run(conn, grant_statements(settings, role))
     provider = provider_of(conn)
     with conn.cursor() as cur:
         cur.execute(
@@ -59,3 +54,18 @@ def grant(settings: Settings, conn: Connection, role: str) -> list[str]:
             " not)"
         )
     return notes
+
+
+def grant_worker(settings: Settings, conn: Connection, role: str) -> None:
+    """Grant ``role`` what an agent's worker needs, in one transaction."""
+    _run(conn, worker_statements(settings, role))
+
+
+def _run(conn: Connection, statements: list[str]) -> None:
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            for statement in statements:
+                cur.execute(statement)
+    finally:
+        conn.autocommit = True

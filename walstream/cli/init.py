@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from walstream.errors import ConfigError, Unavailable
+from walstream.errors import ConfigError
 
 from . import console
 from .options import Json, takes_settings
-from .session import LOCK_TIMEOUT, PATIENT, database
+from .session import PATIENT, database
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
     from walstream.config import Settings
+    from walstream.ledger.partitions import PartitionBy
 
     from .birth import Born
     from .plan import Plan
@@ -27,6 +29,26 @@ _SESSION: Final = {**PATIENT, "default_transaction_isolation": "read committed",
 
 _SIZE: Final = re.compile(r"^[1-9][0-9]{0,8}(kB|MB|GB|TB)$")
 """A size as the server takes it (documentation, 20.1.1 "Parameter Names and Values"), so that it can be quoted."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a call asks for besides what is always done.
+
+    Attributes:
+        from_now: rows that stand in the table already are never events.
+        slot_wal_keep: a size for ``max_slot_wal_keep_size``.
+        grants: the role that is to run the stream; ``worker``: the one that is to append.
+        partition_by: how the ledger's table is partitioned, if it is made.
+        wait: seconds that the slot may wait for open transactions.
+    """
+
+    from_now: bool
+    slot_wal_keep: str | None
+    grants: str | None
+    worker: str | None
+    partition_by: PartitionBy | None
+    wait: float
 
 
 def register(app: typer.Typer) -> None:
@@ -54,6 +76,20 @@ def init(
     grants: Annotated[
         str | None, typer.Option("--grants", metavar="ROLE", help="Grant ROLE what `walstream run` needs.")
     ] = None,
+    worker: Annotated[
+        str | None,
+        typer.Option(
+            "--worker", metavar="ROLE", help="Grant ROLE what an agent's worker needs: appending and reading."
+        ),
+    ] = None,
+    partition_by: Annotated[
+        str | None,
+        typer.Option(
+            "--partition-by",
+            metavar="month|hash:N",
+            help="Make the ledger's table partitioned: by month of created_at, or by hash of session_id into N.",
+        ),
+    ] = None,
     wait: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="How long the slot may wait for transactions that are open."),
@@ -70,43 +106,47 @@ def init(
         raise ConfigError(f"--from {start}: only `now` is known", hint="leave it out to make every row an event")
     if slot_wal_keep is not None and not _SIZE.match(slot_wal_keep):
         raise ConfigError(f"--slot-wal-keep {slot_wal_keep}: not a size", hint="a whole number and kB, MB, GB or TB")
+    from walstream.ledger.partitions import PartitionBy
+
     from . import plan as planning
 
-    from_now = start == "now"
+    by = None if partition_by is None else PartitionBy.parse(partition_by)
+    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, by, wait)
     if sql and not settings.dsn:
-        _print_script(settings, planning.everything(settings), from_now, slot_wal_keep, grants)
+        _print_script(settings, planning.everything(settings, by), wishes)
         return
     with database(settings, "init", _SESSION) as conn:
         if sql or dry_run:
-            plan = planning.look(conn, settings, from_now=from_now)
+            plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=by)
             if sql:
-                _print_script(settings, plan, from_now, slot_wal_keep, grants)
+                _print_script(settings, plan, wishes)
             else:
                 _show(plan)
             return
-        _set_up(settings, conn, from_now, slot_wal_keep, grants, wait)
+        _set_up(settings, conn, wishes)
 
 
-def _set_up(
-    settings: Settings, conn: Connection, from_now: bool, slot_wal_keep: str | None, grants: str | None, wait: float
-) -> None:
+def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
     from walstream.source.facts import UNBOUNDED, server_facts
 
     from . import granting
     from .birth import bear
     from .progress import FillBar
 
-    if grants is not None:
-        granting.require_role(conn, grants)  # before anything is made
-    kept = None if slot_wal_keep is None else _keep_wal(conn, slot_wal_keep)
-    plan = _run_steps(settings, conn, from_now)
+    for role in (wishes.grants, wishes.worker):
+        if role is not None:
+            granting.require_role(conn, role)  # before anything is made
+    kept = None if wishes.slot_wal_keep is None else _keep_wal(conn, wishes.slot_wal_keep)
+    plan = _run_steps(settings, conn, wishes)
     notes = list(plan.notes)
-    if grants is not None:
-        notes += granting.grant(settings, conn, grants)
+    if wishes.grants is not None:
+        notes += granting.grant(settings, conn, wishes.grants)
+    if wishes.worker is not None:
+        granting.grant_worker(settings, conn, wishes.worker)
     born = None
     if plan.birth:
         with FillBar() as bar:
-            born = bear(settings, conn, from_now=from_now, timeout=wait, progress=bar)
+            born = bear(settings, conn, from_now=wishes.from_now, timeout=wishes.wait, progress=bar)
     if kept is not None:
         notes.append(kept)
     elif server_facts(conn).slot_keep_bytes == UNBOUNDED and not settings.allow_unbounded_slot:
@@ -117,67 +157,23 @@ def _set_up(
     _report(settings, plan, born, notes)
 
 
-def _run_steps(settings: Settings, conn: Connection, from_now: bool) -> Plan:
+def _run_steps(settings: Settings, conn: Connection, wishes: Wishes) -> Plan:
     """Run what is missing in one transaction: all of it or nothing."""
-    import psycopg2
-    from psycopg2.errorcodes import LOCK_NOT_AVAILABLE
-    from psycopg2.errors import InsufficientPrivilege
-
-    from walstream.ledger import schema
-
     from . import plan as planning
+    from .changing import changes
 
-    conn.autocommit = False
-    try:
-        with conn, conn.cursor() as cur:
-            schema.line_up(cur, settings.namespace)
-            plan = planning.look(conn, settings, from_now=from_now)
-            for step in plan.steps:
-                for script in step.scripts:
-                    cur.execute(script)
-            if plan.steps:
-                planning.look(conn, settings)  # what was added to what was there has to work as a whole
-        return plan
-    except InsufficientPrivilege as error:
-        raise ConfigError(
-            f"this role may not set the stream up: {error.diag.message_primary}",
-            hint="hand the output of `walstream init --sql` to a DBA; or let the role create schemas (CREATE ON"
-            " DATABASE), own the ledger's table, and replicate",
-        ) from error
-    except psycopg2.Error as error:
-        if error.pgcode != LOCK_NOT_AVAILABLE:
-            raise
-        conn.autocommit = True
-        holders = _lock_holders(conn, settings)
-        raise Unavailable(
-            f"set-up waited {LOCK_TIMEOUT} for a lock and gave up, changing nothing; in the way:"
-            f" {'; '.join(holders) or 'a session that has gone meanwhile'}",
-            hint="wait until it has ended (or end it with pg_terminate_backend), and run `walstream init` again",
-        ) from error
-    finally:
-        conn.autocommit = True
-
-
-def _lock_holders(conn: Connection, settings: Settings) -> list[str]:
-    """Who holds a lock on the ledger's table, or is setting this stream up as well."""
-    with conn.cursor() as cur:
-        cur.execute(
-            """
-            SELECT DISTINCT l.pid, coalesce(a.application_name, ''), coalesce(a.usename::text, '?'),
-                   coalesce(a.state, '?'), coalesce(a.xact_start::text, 'unknown')
-              FROM pg_catalog.pg_locks AS l LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid
-             WHERE l.granted AND l.pid <> pg_catalog.pg_backend_pid()
-               AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database())
-               AND (l.locktype = 'advisory'
-                    OR l.relation = pg_catalog.to_regclass(%s)
-                   AND l.mode NOT IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock'))
-             ORDER BY 5""",
-            (settings.ledger.qualified,),
-        )
-        return [
-            f"pid {pid} {name!r} by {user}, {state}, transaction open since {since}"
-            for pid, name, user, state, since in cur.fetchall()
-        ]
+    hint = (
+        "hand the output of `walstream init --sql` to a DBA; or let the role create schemas (CREATE ON DATABASE), own"
+        " the ledger's table, and replicate"
+    )
+    with changes(settings, conn, "init", hint) as cur:
+        plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=wishes.partition_by)
+        for step in plan.steps:
+            for script in step.scripts:
+                cur.execute(script)
+        if plan.steps:
+            planning.look(conn, settings)  # what was added to what was there has to work as a whole
+    return plan
 
 
 def _keep_wal(conn: Connection, size: str) -> str:
@@ -263,16 +259,14 @@ def _show(plan: Plan) -> None:
         console.say(f"note: {note}")
 
 
-def _print_script(
-    settings: Settings, plan: Plan, from_now: bool, slot_wal_keep: str | None, grants: str | None
-) -> None:
-    from walstream.ledger.grants import grant_statements
+def _print_script(settings: Settings, plan: Plan, wishes: Wishes) -> None:
+    from walstream.ledger.grants import grant_statements, worker_statements
 
     from .plan import slot_scripts
 
     parts: list[tuple[str, list[str]]] = []
-    if slot_wal_keep is not None:
-        statement = f"ALTER SYSTEM SET max_slot_wal_keep_size = '{slot_wal_keep}';"
+    if wishes.slot_wal_keep is not None:
+        statement = f"ALTER SYSTEM SET max_slot_wal_keep_size = '{wishes.slot_wal_keep}';"
         parts.append(
             ("How much WAL slots may keep, for the whole server", [statement, "SELECT pg_catalog.pg_reload_conf();"])
         )
@@ -281,10 +275,12 @@ def _print_script(
         for step in plan.steps:
             scripts += [_comment(step.what), *step.scripts]
         parts.append(("Tables and publication", [*scripts, "COMMIT;"]))
-    if grants is not None:
-        parts.append((f"What {grants!r} needs for `walstream run`", grant_statements(settings, grants)))
+    if wishes.grants is not None:
+        parts.append((f"What {wishes.grants!r} needs for `walstream run`", grant_statements(settings, wishes.grants)))
+    if wishes.worker is not None:
+        parts.append((f"What {wishes.worker!r} needs to append", worker_statements(settings, wishes.worker)))
     if plan.birth:
-        parts.append((_SLOT_NOTE, slot_scripts(settings, plan, from_now=from_now)))
+        parts.append((_SLOT_NOTE, slot_scripts(settings, plan, from_now=wishes.from_now)))
     if console.json_wanted():
         console.print_json({"sql": [script for _, scripts in parts for script in scripts if _has_a_statement(script)]})
         return

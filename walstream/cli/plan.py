@@ -8,11 +8,13 @@ made anew makes the slot anew as well).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings, quote
 from walstream.errors import ConfigError, SlotError
-from walstream.ledger import schema
+from walstream.ledger import functions, partitions, schema
+from walstream.ledger.existing import check_existing
 from walstream.ledger.identity import (
     Cluster,
     Identity,
@@ -26,6 +28,7 @@ from walstream.ledger.identity import (
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
+    from walstream.ledger.partitions import Layout, PartitionBy
     from walstream.source.facts import ServerFacts, SlotFacts
     from walstream.source.table_facts import TableFacts
 
@@ -63,15 +66,20 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def everything(settings: Settings) -> Plan:
+def everything(settings: Settings, partition_by: PartitionBy | None = None) -> Plan:
     """The plan for a database that was not looked at: all of it."""
-    return Plan(
-        (_table(settings), *_schema(settings, 0), _identity(settings), _publication(settings, False)), "new", False
-    )
+    table = _table(settings, partition_by, datetime.now(UTC).date())
+    publication = _publication(settings, partition_by is not None)
+    return Plan((table, *_schema(settings, 0), _identity(settings), publication), "new", False)
 
 
-def look(conn: Connection, settings: Settings, *, from_now: bool = False) -> Plan:
+def look(
+    conn: Connection, settings: Settings, *, from_now: bool = False, partition_by: PartitionBy | None = None
+) -> Plan:
     """The plan for this database. Changes nothing.
+
+    Args:
+        partition_by: how the ledger's table is partitioned if it has to be made.
 
     Raises:
         ConfigError, SlotError, Unavailable: what is there contradicts the configuration, or cannot be worked with.
@@ -91,13 +99,21 @@ def look(conn: Connection, settings: Settings, *, from_now: bool = False) -> Pla
     with conn.cursor() as cur:
         version = schema.installed_version(cur, settings.namespace)
         identity = read_identity(cur, settings.namespace) if version else None
+        layout = partitions.look(cur, settings.ledger)
+        cur.execute("SELECT (now() AT TIME ZONE 'UTC')::date")
+        row: Any = cur.fetchone()
+        today = row[0]
+        if schema.brings_ledger(version):
+            check_existing(cur, settings)
     if identity is not None:
         _check_identity(identity, settings, server)
 
     table = table_facts(conn, settings.ledger)
     if table is None:
-        steps.append(_table(settings))
+        steps.append(_table(settings, partition_by, today))
     else:
+        if partition_by is not None:
+            _check_partitioning(settings, partition_by, layout)
         check_columns(settings, check_table(settings, table, role_facts(conn)))
         if identity is not None and identity.table_oid != table.oid:
             raise ConfigError(
@@ -106,6 +122,8 @@ def look(conn: Connection, settings: Settings, *, from_now: bool = False) -> Pla
                 hint="rename it back, or accept the new one with `walstream adopt`",
             )
     steps += _schema(settings, version)
+    if schema.LEDGER_VERSION <= version <= schema.migrations()[-1].version:
+        steps += _functions(conn, settings)
     if identity is None:
         steps.append(_identity(settings))
     elif from_now and identity.floor_seq is None:
@@ -114,7 +132,8 @@ def look(conn: Connection, settings: Settings, *, from_now: bool = False) -> Pla
     notes: list[str] = []
     publication = publication_facts(conn, settings.publication)
     if publication is None:
-        steps.append(_publication(settings, table is not None and table.partitioned))
+        via_root = partition_by is not None if table is None else table.partitioned
+        steps.append(_publication(settings, via_root))
     elif table is None:
         if not publication.all_tables and settings.ledger.namespace not in publication.schemas:
             steps.append(_add_table(settings))
@@ -199,12 +218,46 @@ def _schema(settings: Settings, version: int) -> list[Step]:
     return [Step(what if version == 0 else f"{what} (from {version})", tuple(scripts))]
 
 
-def _table(settings: Settings) -> Step:
+def _functions(conn: Connection, settings: Settings) -> list[Step]:
+    """The functions that workers call, where they do not fit (a migration that is due makes them anyway)."""
+    with conn.cursor() as cur:
+        stale = functions.stale(cur, settings)
+    if not stale:
+        return []
+    return [Step(f"functions {', '.join(stale)}", (schema.functions_sql(settings).strip(),))]
+
+
+def _table(settings: Settings, partition_by: PartitionBy | None, today: date) -> Step:
     ledger = settings.ledger
-    scripts = [schema.ledger_sql(ledger).strip()]
+    if partition_by is None:
+        scripts = [schema.ledger_sql(ledger).strip()]
+    else:
+        scripts = partitions.table_statements(ledger, partition_by, today)
     if ledger.namespace != "public":
         scripts.insert(0, f"CREATE SCHEMA IF NOT EXISTS {quote(ledger.namespace)};")
-    return Step(f"table {ledger.qualified}", tuple(scripts))
+    how = "" if partition_by is None else f", partitioned by {partition_by}"
+    return Step(f"table {ledger.qualified}{how}", tuple(scripts))
+
+
+def _check_partitioning(settings: Settings, wanted: PartitionBy, layout: Layout | None) -> None:
+    """A table that is there is never converted.
+
+    Raises:
+        ConfigError: it is not partitioned in the way that is asked for.
+    """
+    if layout is None:
+        found = "is not partitioned"
+    elif wanted.matches(layout, settings.ledger):
+        return
+    else:
+        key = ", ".join(column or "an expression" for column in layout.key)
+        found = f"is partitioned by {layout.strategy} ({key}) into {len(layout.partitions)}"
+    raise ConfigError(
+        f"{settings.ledger.qualified} is there already and {found}; --partition-by {wanted} is for a table that"
+        " `walstream init` makes",
+        hint="leave --partition-by out to keep the table as it is; docs/ledger.md (Partitions) says how a table is"
+        " converted",
+    )
 
 
 def _identity(settings: Settings) -> Step:

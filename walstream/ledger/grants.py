@@ -1,8 +1,10 @@
-"""What a login needs to run walstream, and no more: the statements, for set-up and for docs/operations.md.
+"""What a login needs to run walstream, or to append as an agent's worker, and no more: the statements, for set-up and
+for docs/operations.md.
 
-None of it makes the login an owner: it cannot change the schema, the publication or the ledger. Whether a login may
-replicate is an attribute of the role (or, with some providers, the membership in one), which only a superuser, or the
-provider's stand-in for one, can give.
+None of it makes the login an owner: it cannot change the schema, the publication or the ledger's rows. A worker cannot
+even insert: it appends through functions that do it with their owner's rights. Whether a login may replicate is an
+attribute of the role (or, with some providers, the membership in one), which only a superuser, or the provider's
+stand-in for one, can give.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from typing import Final
 
 from walstream.config import Settings, quote
+
+from .schema import LEDGER_VERSION
 
 # The privileges on each of walstream's tables. FOR SHARE on the fencing row needs UPDATE on it (documentation, SELECT,
 # "The Locking Clause"); compaction replaces order rows, so it deletes; erasures are declared by people, not by `run`.
@@ -26,16 +30,71 @@ PRIVILEGES: Final[dict[str, str]] = {
     "violations": "SELECT, INSERT",
 }
 
+# What the snapshot writer reads besides, from the schema's second version on.
+LEDGER_PRIVILEGES: Final[dict[str, str]] = {
+    "messages": "SELECT",
+    "forks": "SELECT",
+}
+SNAPSHOT_PRIVILEGES: Final = "SELECT, INSERT, UPDATE, DELETE"
+
+# What a rebuild, a recovery and the commands that read sessions look at. Nothing of it can be written.
+WORKER_TABLES: Final = (
+    "migrations",
+    "identity",
+    "commit_order",
+    "ingest",
+    "erasures",
+    "append_keys",
+    "messages",
+    "forks",
+)
+WORKER_FUNCTIONS: Final = ("append", "append_batch", "appended", "fork", "session_lock_key")
+
+
+def run_privileges(settings: Settings, version: int = LEDGER_VERSION) -> dict[str, str]:
+    """Privileges by qualified table that `walstream run` needs on a schema of ``version``, but those on the ledger."""
+    namespace, ledger = quote(settings.namespace), settings.ledger
+    wanted = {f"{namespace}.{table}": privileges for table, privileges in PRIVILEGES.items()}
+    if version >= LEDGER_VERSION:
+        wanted |= {f"{namespace}.{table}": privileges for table, privileges in LEDGER_PRIVILEGES.items()}
+        wanted[ledger.beside(ledger.snapshots)] = SNAPSHOT_PRIVILEGES
+    return wanted
+
 
 def grant_statements(settings: Settings, role: str) -> list[str]:
     """The statements that let ``role`` run this stream, apart from the right to replicate. Idempotent.
 
     What a projector writes to tables of its own has to be granted on those tables.
     """
-    namespace, ledger, grantee = quote(settings.namespace), settings.ledger, quote(role)
+    grantee = quote(role)
     return [
-        f"GRANT USAGE ON SCHEMA {namespace} TO {grantee};",
-        *(f"GRANT {privileges} ON {namespace}.{table} TO {grantee};" for table, privileges in PRIVILEGES.items()),
-        f"GRANT USAGE ON SCHEMA {quote(ledger.namespace)} TO {grantee};",
-        f"GRANT SELECT ON {ledger.qualified} TO {grantee};",
+        *_usage(settings, grantee),
+        *(f"GRANT {privileges} ON {table} TO {grantee};" for table, privileges in run_privileges(settings).items()),
+        f"GRANT SELECT ON {settings.ledger.qualified} TO {grantee};",
+    ]
+
+
+def worker_statements(settings: Settings, role: str) -> list[str]:
+    """The statements that let ``role`` append events and read sessions, and write nothing by itself. Idempotent.
+
+    Side effects of an agent in tables of the application have to be granted on those tables.
+    """
+    namespace, ledger, grantee = quote(settings.namespace), settings.ledger, quote(role)
+    tables = [
+        *(f"{namespace}.{table}" for table in WORKER_TABLES),
+        ledger.qualified,
+        ledger.beside(ledger.snapshots),
+        ledger.beside(ledger.jobs),
+    ]
+    return [
+        *_usage(settings, grantee),
+        *(f"GRANT SELECT ON {table} TO {grantee};" for table in tables),
+        # Without arguments: each of these names is one function, whatever arguments a release has given it.
+        *(f"GRANT EXECUTE ON FUNCTION {namespace}.{name} TO {grantee};" for name in WORKER_FUNCTIONS),
+    ]
+
+
+def _usage(settings: Settings, grantee: str) -> list[str]:
+    return [
+        f"GRANT USAGE ON SCHEMA {quote(name)} TO {grantee};" for name in (settings.namespace, settings.ledger.namespace)
     ]

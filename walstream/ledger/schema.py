@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from walstream.config import LedgerTable, Settings, quote
 from walstream.errors import ConfigError
 
+from .existing import check_existing
 from .identity import literal
 
 if TYPE_CHECKING:
@@ -98,9 +99,21 @@ def ledger_sql(ledger: LedgerTable) -> str:
     return fill(_template("ledger.sql"), {**_columns(ledger), **_tables(ledger)})
 
 
+def partitioned_sql(ledger: LedgerTable, method: str, key: str) -> str:
+    """The same for a table that is partitioned by RANGE, LIST or HASH (``method``) of the column ``key``."""
+    partitioning = {"partition_method": method, "partition_key": quote(key)}
+    template = _template("ledger_partitioned.sql")
+    return fill(template, {**_columns(ledger), **_tables(ledger), **partitioning}).strip()
+
+
 def functions_sql(settings: Settings) -> str:
     """The statements that make (or make anew) the functions that workers call; idempotent."""
-    return fill(_template("functions.sql"), names(settings))
+    return fill(functions_template(), names(settings))
+
+
+def functions_template() -> str:
+    """The same with ``$namespace``, ``$table`` and the like where names belong."""
+    return _template("functions.sql")
 
 
 def _template(file: str) -> str:
@@ -175,6 +188,11 @@ def pending(version: int, upto: int | None = None) -> tuple[Migration, ...]:
     return tuple(each for each in migrations() if each.version > version and (upto is None or each.version <= upto))
 
 
+def brings_ledger(version: int, upto: int | None = None) -> bool:
+    """Whether what a schema of ``version`` lacks holds the tables and functions of :data:`LEDGER_VERSION`."""
+    return any(each.version >= LEDGER_VERSION for each in pending(version, upto))
+
+
 def statements(settings: Settings, version: int = 0, upto: int | None = None) -> list[str]:
     """What brings a schema of ``version`` up to date (or up to a version), as scripts to run in order and in one
     transaction. The ledger's table has to be there before."""
@@ -182,7 +200,7 @@ def statements(settings: Settings, version: int = 0, upto: int | None = None) ->
     scripts = [f"CREATE SCHEMA IF NOT EXISTS {quote(settings.namespace)};"] if lacking else []
     for migration in lacking:
         scripts += [migration.sql(settings).strip(), migration.record(settings.namespace)]
-    if any(migration.version >= LEDGER_VERSION for migration in lacking):
+    if brings_ledger(version, upto):
         scripts.append(functions_sql(settings).strip())
     return scripts
 
@@ -200,7 +218,7 @@ def install(conn: Connection, settings: Settings, upto: int | None = None) -> in
     Safe to call by several processes at once. The ledger's table has to be there before.
 
     Raises:
-        ConfigError: a schema of that name is somebody else's.
+        ConfigError: a schema of that name is somebody else's, or a table of snapshots or jobs is.
     """
     autocommit = conn.autocommit
     if not autocommit:
@@ -210,6 +228,8 @@ def install(conn: Connection, settings: Settings, upto: int | None = None) -> in
         with conn, conn.cursor() as cur:
             line_up(cur, settings.namespace)
             version = installed_version(cur, settings.namespace)
+            if brings_ledger(version, upto):
+                check_existing(cur, settings)
             for script in statements(settings, version, upto):
                 cur.execute(script)
             return len(pending(version, upto))
