@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from walstream.errors import RowMissing as RowMissing
     from walstream.errors import WalstreamError as WalstreamError
     from walstream.event import Event as Event
+    from walstream.ledger.fold import Fold as Fold
+    from walstream.ledger.fold import apply_event as apply_event
+    from walstream.ledger.fold import sendable as sendable
     from walstream.stream import Stream as Stream
 
 # Loaded when they are first asked for, so that `import walstream` (and the command line) stays quick.
@@ -29,6 +32,7 @@ _HOMES = {
     "Context": "walstream.engine.context",
     "Event": "walstream.event",
     "EventParked": "walstream.engine.waiting",
+    "Fold": "walstream.ledger.fold",
     "FunctionProjector": "walstream.engine.projector",
     "PayloadError": "walstream.errors",
     "Projector": "walstream.engine.projector",
@@ -37,6 +41,8 @@ _HOMES = {
     "Stream": "walstream.stream",
     "Subscription": "walstream.engine.subscribe",
     "WalstreamError": "walstream.errors",
+    "apply_event": "walstream.ledger.fold",
+    "sendable": "walstream.ledger.fold",
     "subscribe": "walstream.engine.subscribe",
 }
 

@@ -22,6 +22,8 @@ Message = dict[str, Any]
 NO_RESULT: Final = "[no result was recorded for this call]"
 """What answers a call that was never answered, where a window must not leave it open."""
 
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+
 SET_ASIDE: Final = 16
 """So many of the last events that have no place in the window are kept in ``context["set_aside"]``."""
 _EXCERPT: Final = 200
@@ -115,7 +117,8 @@ def rendered(value: Any) -> str:
 
 def sendable(context: Context) -> list[Message]:
     """The window as a provider accepts it, whatever it was loaded with: open calls are answered with ``NO_RESULT``, and
-    results that answer nothing, or answer twice, are left out. The context stays as it is; the messages are shared.
+    what no provider takes (results that answer nothing, or answer twice) is left out. The context stays as it is; the
+    messages are shared.
 
     For a worker that goes on although a call is in flight. One that resolves its calls first (``recover``) has nothing
     left open.
@@ -128,12 +131,13 @@ def sendable(context: Context) -> list[Message]:
         sent.extend(results.get(call_id) or _no_result(call_id) for call_id in calls)
 
     for message in context["messages"]:
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
             continue
-        if message.get("role") == "tool":
-            call_id = message.get("tool_call_id")
+        if message["role"] == "tool":
+            call_id, content = message.get("tool_call_id"), message.get("content")
             if isinstance(call_id, str) and call_id in calls:
-                results.setdefault(call_id, message)
+                fine = isinstance(content, str | list)
+                results.setdefault(call_id, message if fine else {**message, "content": rendered(content)})
             continue
         finish()
         message, calls = well_formed(message)

@@ -77,11 +77,10 @@ def tool_invoked(context: Context, event: Foldable) -> None:
     call_id = _call_id(context, event, payload)
     if call_id is None:
         return
-    why = announce(context, call_id, payload.get("name"), payload.get("arguments"))
-    if why == "the call was answered already":
-        set_aside(context, event.seq, event.event_type, why, call_id)
-        return
     context["pending_tools"][call_id] = {**payload, "attempt": 1, "seq": event.seq}
+    why = announce(context, call_id, payload.get("name"), payload.get("arguments"))
+    if why is not None:
+        set_aside(context, event.seq, event.event_type, why, call_id)
 
 
 def tool_retried(context: Context, event: Foldable) -> None:
@@ -93,7 +92,9 @@ def tool_retried(context: Context, event: Foldable) -> None:
     if pending is None:
         set_aside(context, event.seq, event.event_type, "no such call is in flight", call_id)
         return
-    attempt = payload.get("attempt", pending["attempt"] + 1)
+    attempt = payload.get("attempt")
+    if not isinstance(attempt, int):
+        attempt = pending["attempt"] + 1
     context["pending_tools"][call_id] = {**pending, **payload, "attempt": attempt, "seq": pending["seq"]}
 
 

@@ -3,5 +3,14 @@
 from .events import deliver, make_context, make_event
 from .faulty import FaultyProjector
 from .memory import MemoryOrder, MemorySource
+from .provider import check_messages
 
-__all__ = ["FaultyProjector", "MemoryOrder", "MemorySource", "deliver", "make_context", "make_event"]
+__all__ = [
+    "FaultyProjector",
+    "MemoryOrder",
+    "MemorySource",
+    "check_messages",
+    "deliver",
+    "make_context",
+    "make_event",
+]
