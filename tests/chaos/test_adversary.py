@@ -14,7 +14,7 @@ from tests.integration.streams import INSERT, Installed, Recorder, eventually
 from tests.runner_world import World
 from walstream import Context, Event
 from walstream.config import Columns, Settings
-from walstream.engine import reconciler
+from walstream.engine import ingest_supervisor, reconciler
 from walstream.engine.duty import Duty
 from walstream.engine.host import Host
 from walstream.engine.ingest_supervisor import Ports
@@ -243,6 +243,31 @@ def test_rows_of_a_partition_that_is_attached_are_found_below_what_was_proven(da
     database.execute(attach.format("past", "2010-01-01", "2015-01-01"))
     with stream.host(recorder):
         eventually(lambda: recorder.types == ["one", "old"], "the row that was attached")
+
+
+def test_a_seq_of_somebody_s_choice_proves_nothing_about_those_below(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row with a seq far above the sequence's: all that came later was below what counted as proven, so what the
+    slot missed was never found again."""
+    monkeypatch.setattr(ingest_supervisor, "_RECONCILE_SECONDS", 0.2)
+    stream = Installed(database)
+    recorder = Recorder()
+    insert = (
+        "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload)"
+        " VALUES (1000000, gen_random_uuid(), 'a', 'chosen', '{}')"
+    )
+    with stream.host(recorder):
+        database.execute(insert)
+        proven = "SELECT proven_seq FROM walstream.ingest"
+        eventually(lambda: database.execute(proven) == [(1000000,)], "the proof")
+    database.execute("ALTER PUBLICATION walstream DROP TABLE agent_events")
+    stream.insert("missed")
+    database.execute("ALTER PUBLICATION walstream ADD TABLE agent_events")
+    stream.insert("seen")
+    with stream.host(recorder):
+        eventually(lambda: "seen" in recorder.types, "the row that the slot delivers")
+        eventually(lambda: "missed" in recorder.types, "the row that it does not", timeout=15)
 
 
 def test_a_flood_of_violations_is_held_back_like_rows_and_written_many_at_once(world: World) -> None:

@@ -100,6 +100,7 @@ class Orderer:
         self._pending_bytes = 0
         self._stop = False
         self._unfinished = 0
+        self._lowest_seq: int | None = None
         self._thread = threading.Thread(target=self._run, name="walstream-orderer", daemon=True)
 
         self.confirmable: deque[tuple[int, int]] = deque()
@@ -125,6 +126,12 @@ class Orderer:
         """Nothing is waiting, nothing is being written, and all that was written may be confirmed already."""
         with self._changed:
             return self._unfinished == 0 and not self.confirmable
+
+    def take_lowest_seq(self) -> int | None:
+        """The lowest seq that the slot delivered since this was asked last; ``None`` if it delivered nothing."""
+        with self._changed:
+            lowest, self._lowest_seq = self._lowest_seq, None
+        return lowest
 
     def start(self) -> None:
         self._thread.start()
@@ -245,6 +252,7 @@ class Orderer:
                 recovered=False,
                 generation=self._generation,
             )
+            self._note_lowest(min(seqs))  # before others can see that they are ordered
             self._store.append(segment)
             self._seen.add(seqs)
             self._publish(pieces, rows, stripped, nbytes)
@@ -254,6 +262,10 @@ class Orderer:
         if end:
             self.confirmable.append((self._store.wal_position(), end))
         self._finish(backlog, nbytes)
+
+    def _note_lowest(self, seq: int) -> None:
+        with self._changed:
+            self._lowest_seq = seq if self._lowest_seq is None else min(seq, self._lowest_seq)
 
     def _publish(self, pieces: Sequence[Piece], rows: Sequence[Row], stripped: bool, nbytes: int) -> None:
         offset = self._next

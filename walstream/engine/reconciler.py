@@ -7,8 +7,12 @@ and every transaction that could hold a lower one was finished when the second b
 one (a sequence with CACHE) nothing is proven and every pass compares everything. When somebody else has moved the slot,
 what was proven is taken back before the stream begins, so that no end of a session forgets it.
 
-Rows can also appear below what was proven: those of a table that is attached as a partition. So the lowest and the
-highest row of each partition are looked up once a session, and when one of them has no offset, everything is compared.
+Rows can also appear below what was proven:
+
+- Those of a table that is attached as a partition. So the lowest and the highest row of each partition are looked up
+  once a session, and when one of them has no offset, everything is compared.
+- Those of anybody, after somebody has chosen a seq himself that is far above all others. So when the slot delivers a
+  seq that is not above what was proven, the proof is taken back.
 """
 
 from __future__ import annotations
@@ -80,7 +84,9 @@ class Reconciler:
         settings = self._settings
         top, xmin, xmax = self._look(connection)
         proven = self._proven(connection)
-        if proven is not None and self._something_attached(connection, proven):
+        if proven is not None and (
+            self._came_below(connection, proven) or self._something_attached(connection, proven)
+        ):
             proven = None
         recovered = 0
         for seqs in missing_seqs(
@@ -105,9 +111,15 @@ class Reconciler:
             )
         if recovered:
             log.warning("the reconciler recovered %d events in all", recovered)
-        if self._candidate is not None and self._candidate[1] <= xmin and self._drawn_one_by_one(connection):
-            self._prove(connection, self._candidate[0])
-        self._candidate = None if top is None else (top, xmax)
+        # All that is not above the new bound was ordered before this pass ended; what comes after it counts anew.
+        candidate, self._candidate = self._candidate, None if top is None else (top, xmax)
+        if (
+            candidate is not None
+            and candidate[1] <= xmin
+            and self._drawn_one_by_one(connection)
+            and not self._came_below(connection, proven)
+        ):
+            self._prove(connection, candidate[0])
 
     # -- what it asks the server ----------------------------------------------------------------------------------
 
@@ -176,6 +188,19 @@ class Reconciler:
             doing="looking at the ledger's sequence",
         )
         return rows == [(True,)]
+
+    def _came_below(self, connection: Connection, proven: int | None) -> bool:
+        """Whether the slot has delivered a seq that is not above what was proven; nothing counts as proven then."""
+        lowest = self._orderer.take_lowest_seq()
+        if lowest is None or proven is None or lowest > proven:
+            return False
+        log.warning("seq %d came although everything to seq %d was proven: everything is compared", lowest, proven)
+        with connection.cursor() as cur:
+            cur.execute(
+                f"UPDATE {quote(self._settings.namespace)}.ingest SET proven_seq = NULL WHERE generation = %s",
+                (self._generation,),
+            )
+        return True
 
     def _prove(self, connection: Connection, seq: int) -> None:
         with connection.cursor() as cur:
