@@ -87,6 +87,15 @@ def test_a_line_longer_than_a_block_is_found_and_cut(path: Path) -> None:
     assert offsets(path) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("payload", ['{"n": 1e400}', "[" * 2000 + "]" * 2000, '{"offset":9,"seq":9,"n":NaN}'])
+def test_a_payload_that_no_parser_takes_is_no_hindrance(path: Path, payload: str) -> None:
+    deliver(path, event(1), event(2, payload=payload), event(3, payload=payload))
+    deliver(path, event(2, payload=payload), event(3, payload=payload), event(4))
+    assert path.read_bytes().count(b"\n") == 4
+    with pytest.raises(ValueError, match="holds seq 20 under offset 2"):
+        deliver(path, event(2, seq=7))
+
+
 @pytest.mark.parametrize("offset", [1, 2, 50, 99, 100])
 def test_another_event_under_a_known_offset_is_an_alarm(path: Path, offset: int) -> None:
     deliver(path, *map(event, range(1, 101)))
