@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from walstream.config import Settings
 from walstream.errors import ConfigError
 from walstream.event import Event
 
@@ -21,6 +22,7 @@ class Context:
         lane: which of its lanes this is, from 0.
         rebuilding: the projector is being rebuilt beside the live one: fill the tables, do nothing outward.
         environment: of the ledger (``production``, ``staging``, …), from the configuration.
+        settings: of the stream, for a projector that reads more of the ledger than its events.
         log: a logger that names projector and lane.
 
     >>> from walstream.testing import make_context
@@ -37,11 +39,13 @@ class Context:
         environment: str = "default",
         rebuilding: bool = False,
         connection: Connection | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self.projector = projector
         self.lane = lane
         self.environment = environment
         self.rebuilding = rebuilding
+        self.settings = settings or Settings.model_validate({"environment": environment})
         self.log: logging.LoggerAdapter[Any] = logging.LoggerAdapter(
             logging.getLogger(f"walstream.projector.{projector}"), {"projector": projector, "lane": lane}
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psycopg2
 
+from walstream.config import Settings
 from walstream.event import Event
 
 from .context import Context
@@ -49,6 +50,7 @@ class Delivery:
         abandoned: true once an async projector shall be cancelled.
         rebuilding: for the context.
         guard: asked about what a transactional projector did, before its transaction commits; may refuse it.
+        settings: for the context.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Delivery:
         abandoned: Callable[[], bool],
         rebuilding: bool = False,
         guard: Callable[[Cursor], None] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self._projector = projector
         self._options = options
@@ -85,6 +88,7 @@ class Delivery:
             environment=environment,
             rebuilding=rebuilding,
             connection=connection if options.transactional else None,
+            settings=settings,
         )
         with connection.cursor() as cur:
             cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")

@@ -85,6 +85,7 @@ class Duty:
                 lane=lane,
                 environment=runner.supply.environment,
                 abandoned=lambda: runner.aborting,
+                settings=runner.supply.settings,
             )
         except BaseException:
             with contextlib.suppress(psycopg2.Error):

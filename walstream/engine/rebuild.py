@@ -175,6 +175,7 @@ class Rebuild:
                 abandoned=lambda: self._cancelled,
                 rebuilding=True,
                 guard=self._shadow.refuse_live_writes,
+                settings=self._settings,
             )
         except BaseException:
             connection.close()

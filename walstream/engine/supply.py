@@ -33,7 +33,7 @@ class Supply:
     """
 
     def __init__(self, settings: Settings, hot: HotBuffer | None, key_prefix: str, metrics: Metrics) -> None:
-        self._settings = settings
+        self.settings = settings
         self._hot = hot
         self._key_prefix = key_prefix
         self.namespace = settings.namespace
@@ -52,7 +52,7 @@ class Supply:
 
     def open_source(self) -> EventSource:
         """An event source, for one thread."""
-        settings = self._settings
+        settings = self.settings
         return StreamSource(
             self._hot,
             lambda: self.connect("cold"),
@@ -68,7 +68,7 @@ class Supply:
         Raises:
             WalstreamError: see :func:`walstream.source.connection.connect`.
         """
-        settings = self._settings
+        settings = self.settings
         return connect(
             settings.require_dsn(),
             application_name=f"walstream:{settings.namespace}:{role}",
@@ -80,7 +80,7 @@ class Supply:
         """A projector's own connection. A transactional one is the user's: the server's ``search_path``,
         ``row_security`` and ``synchronous_commit``. The cursor of an external one may be lost with the server: the
         order it refers to was written before it, and the events come again."""
-        settings = self._settings
+        settings = self.settings
         # Should this process be stopped in mid-transaction, the server ends it; an external one's are a few statements.
         patience = options.deadline if options.transactional else settings.lease_seconds
         session = {"idle_in_transaction_session_timeout": str(max(1, round(patience * 1000)))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from psycopg2.extensions import connection as Connection
@@ -12,7 +12,8 @@ from walstream.config import Settings, load
 from walstream.errors import LedgerError
 
 from .fold import Context, Fold, Foldable, FoldEvent, load_fold
-from .stored_rows import Messages, parent_of, plain_cursor, stored_rows
+from .snapshots import SnapshotTable
+from .stored_rows import Messages, of_session, parent_of, plain_cursor, stored_rows
 
 
 def rebuild_context(
@@ -43,8 +44,9 @@ def rebuild_context(
         PayloadError: an event cannot be folded; names its seq. Up to the seq before it, the session can be rebuilt.
     """
     settings = settings or load()
-    del snapshots
-    return context_at(conn, settings, fold or load_fold(settings), str(session_id), upto_seq)
+    fold = fold or load_fold(settings)
+    table = SnapshotTable(settings, fold.version) if snapshots else None
+    return context_at(conn, settings, fold, str(session_id), upto_seq, snapshots=table)
 
 
 def context_at(
@@ -55,25 +57,34 @@ def context_at(
     upto_seq: int | None,
     *,
     of: Foldable | None = None,
+    snapshots: SnapshotTable | None = None,
 ) -> Context:
-    """As :func:`rebuild_context`. The chain of parents may be of any length.
+    """As :func:`rebuild_context`. The line of parents may be of any length.
 
     Args:
+        snapshots: where to begin from; from the first event if not given.
         of: the ``session.forked`` whose parent this is; a parent without any event is then an error.
     """
-    with contextlib.ExitStack() as opened, plain_cursor(conn) as cur:
+    with of_session(session_id), contextlib.ExitStack() as opened, plain_cursor(conn) as cur:
         messages = Messages(settings)
 
         def begin(session_id: str, upto_seq: int | None, of: Foldable | None) -> _Session:
-            rows = stored_rows(conn, settings, session_id, upto_seq=upto_seq)
-            opened.callback(rows.close)
-            return _Session(of, fold.empty(), rows)
+            if snapshots is not None:
+                for snapshot in snapshots.usable(cur, session_id, upto_seq):
+                    with contextlib.ExitStack() as reading:
+                        rows = reading.enter_context(snapshots.rows_after(conn, session_id, snapshot, upto_seq))
+                        if rows is not None:
+                            opened.push(reading.pop_all())
+                            return _Session(of, snapshot.context, rows, anything=True)
+            stored = stored_rows(conn, settings, session_id, upto_seq=upto_seq)
+            opened.callback(stored.close)
+            return _Session(of, fold.empty(), stored)
 
         line = [begin(session_id, upto_seq, of)]  # each waits for the context of the next
         while True:
             session = line[-1]
             for event in session.rows:
-                session.events += 1
+                session.anything = True
                 parent = parent_of(event)
                 if parent is not None:
                     line.append(begin(*parent, event))
@@ -94,11 +105,11 @@ class _Session:
 
     of: Foldable | None
     context: Context
-    rows: Generator[FoldEvent, None, None]
-    events: int = 0
+    rows: Iterator[FoldEvent]
+    anything: bool = False
 
     def require_events(self) -> None:
-        if self.of is not None and not self.events:
+        if self.of is not None and not self.anything:
             raise parent_gone(self.of)
 
 

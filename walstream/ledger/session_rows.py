@@ -15,6 +15,7 @@ from walstream.config import Settings
 
 from .fold import Fold, Foldable, load_fold
 from .rebuild import context_at, with_parent
+from .snapshots import SnapshotTable
 from .stored_rows import Messages, parent_of, plain_cursor, stored_rows
 
 
@@ -42,19 +43,26 @@ def read_session(
         PayloadError: a parent cannot be folded.
     """
     fold = fold or load_fold(settings)
-    messages = Messages(settings)
+    messages, snapshots = Messages(settings), SnapshotTable(settings, fold.version)
     with plain_cursor(conn) as cur:
         for event in stored_rows(conn, settings, session_id, after=after, upto_seq=upto_seq):
-            yield expand(cur, settings, fold, event, messages=messages)
+            yield expand(cur, settings, fold, event, messages=messages, snapshots=snapshots)
 
 
 def expand(
-    cur: Cursor, settings: Settings, fold: Fold, event: Foldable, *, messages: Messages | None = None
+    cur: Cursor,
+    settings: Settings,
+    fold: Fold,
+    event: Foldable,
+    *,
+    messages: Messages | None = None,
+    snapshots: SnapshotTable | None = None,
 ) -> Foldable:
     """One event with what it refers to; most are returned as they are.
 
     Args:
         messages: keeps stored messages from one event to the next.
+        snapshots: where a parent may begin from; from its first event if not given.
 
     Raises:
         LedgerError: what it refers to is gone.
@@ -62,5 +70,5 @@ def expand(
     """
     parent = parent_of(event)
     if parent is not None:
-        return with_parent(event, context_at(cur.connection, settings, fold, *parent, of=event))
+        return with_parent(event, context_at(cur.connection, settings, fold, *parent, of=event, snapshots=snapshots))
     return (messages or Messages(settings)).put_back(cur, event)
