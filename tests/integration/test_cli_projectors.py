@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.cli_calls import add_projector, append_to_order, call, hold, ok, set_up
 from tests.conftest import Database
+from walstream.cli import app
 from walstream.errors import ExitCode
 
 
@@ -152,6 +154,18 @@ def test_parked_list(ledger: Database) -> None:
     assert "3 events of 2 sessions" in shown
     assert ok("parked", "list", "router", dsn=ledger.dsn).stdout == "nothing is parked\n"
     assert call("parked", "list", "metre", dsn=ledger.dsn).exit_code == ExitCode.CONFIG
+
+
+def test_on_a_narrow_terminal_nothing_is_cut_off(ledger: Database) -> None:
+    """What stands in a table is what the next command is given."""
+    session = "0f3c9a52-0a59-5e0f-8f57-0d8f3e3f2a11"
+    _park(ledger, 1, session, attempts=3, error="boom")
+    for words in (("projectors", "list"), ("status",), ("parked", "list")):
+        shown = CliRunner().invoke(app, [*words, "--dsn", ledger.dsn], env={"COLUMNS": "60"}).stdout
+        assert "…" not in shown, words
+        cells = [line.split("│") for line in shown.splitlines() if line.startswith("│")]
+        assert "meter" in "".join(cell[1].strip() for cell in cells), words
+    assert "".join(cell[4].strip() for cell in cells) == session
 
 
 def test_parked_retry_makes_failed_ones_due(ledger: Database) -> None:

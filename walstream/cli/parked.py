@@ -92,7 +92,9 @@ def _show(rows: list[tuple[Any, ...]]) -> None:
 
     from .status import duration
 
-    table = Table("projector", "offset", "seq", "session", "type", "state", "tries", "next try", "error")
+    table = Table()
+    for title in ("projector", "offset", "seq", "session", "type", "state", "tries", "next try", "error"):
+        table.add_column(title, overflow="fold")  # cut off, a name could not be given to the next command
     for name, offset, seq, session_id, event_type, state, attempts, error, _trace, _at, _next, pause in rows:
         when = "" if state == "waiting" else "now" if not pause else f"in {duration(pause)}"
         cells = (name, str(offset), str(seq), session_id, event_type, state, str(attempts), when, error or "")

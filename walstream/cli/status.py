@@ -157,7 +157,7 @@ def render(standing: Standing) -> RenderableType:
     if standing.projectors:
         parts.append(projector_table(standing.projectors))
     parts += [
-        Text(f"~ projector {each.name} is retrying: {each.error}", style="yellow")
+        Text(console.redact(f"~ projector {each.name} is retrying: {each.error}"), style="yellow")
         for each in standing.projectors
         if each.state == "retrying" and each.error
     ]
@@ -170,9 +170,11 @@ def projector_table(projectors: Sequence[ProjectorStanding]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("projector", "kind", "state")
+    table = Table()
+    for column in ("projector", "kind", "state"):
+        table.add_column(column, overflow="fold")  # cut off, a name could not be given to the next command
     for column in ("offset", "lag", "seconds", "parked"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     colours = {"hot": "green", "halted": "red", "hung": "red", "not running": "red"}
     colours |= dict.fromkeys(("paused", "retrying"), "yellow")
     for each in projectors:
