@@ -58,8 +58,12 @@ def changes(settings: Settings, conn: Connection, command: str, hint: str) -> It
         conn.autocommit = True
 
 
-def lock_holders(conn: Connection, settings: Settings) -> list[str]:
-    """Who holds a lock on the ledger's tables, or is setting this stream up as well."""
+def lock_holders(conn: Connection, settings: Settings, *, partitions: bool = False) -> list[str]:
+    """Who holds a lock on the ledger's tables, or is setting this stream up as well.
+
+    Args:
+        partitions: whoever reads or writes a partition is in the way, too.
+    """
     ledger = settings.ledger
     with conn.cursor() as cur:
         cur.execute(
@@ -72,9 +76,17 @@ def lock_holders(conn: Connection, settings: Settings) -> list[str]:
                AND (l.locktype = 'advisory'
                     OR l.relation = pg_catalog.to_regclass(%s)
                    AND l.mode NOT IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock')
-                    OR l.relation IN (pg_catalog.to_regclass(%s), pg_catalog.to_regclass(%s)))
+                    OR l.relation IN (pg_catalog.to_regclass(%s), pg_catalog.to_regclass(%s))
+                    OR %s AND l.relation IN (
+                       SELECT relid FROM pg_catalog.pg_partition_tree(pg_catalog.to_regclass(%s)) WHERE isleaf))
              ORDER BY 5""",
-            (ledger.qualified, ledger.beside(ledger.snapshots), ledger.beside(ledger.jobs)),
+            (
+                ledger.qualified,
+                ledger.beside(ledger.snapshots),
+                ledger.beside(ledger.jobs),
+                partitions,
+                ledger.qualified,
+            ),
         )
         return [
             f"pid {pid} {name!r} by {user}, {state}, transaction open since {since}"
