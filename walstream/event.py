@@ -54,7 +54,17 @@ class Commit:
 
 
 class Event:
-    """One committed row of the ledger, with its offset in the commit order."""
+    """One committed row of the ledger, with its offset in the commit order.
+
+    >>> from walstream.testing import make_event
+    >>> event = make_event(7, "tool.invoked", payload={"tool": "search"}, agent_id="researcher-1")
+    >>> event.offset, event.agent_id, event.event_type, event.payload["tool"]
+    (7, 'researcher-1', 'tool.invoked', 'search')
+    >>> event.payload_text
+    '{"tool": "search"}'
+    >>> event.key == make_event(7).key  # the same on every delivery
+    True
+    """
 
     __slots__ = ("_commit", "_offset", "_parsed", "_row")
 

@@ -69,6 +69,13 @@ class Stream:
 
         Raises:
             ConfigError: an option is unknown, the function takes other arguments, or the parentheses were forgotten.
+
+        >>> stream = Stream()
+        >>> @stream.on("task.completed", "task.failed", name="report", lanes=2)
+        ... async def report(event, ctx):
+        ...     ctx.log.info("%s: %s", event.session_id, event.payload)
+        >>> [(projector.name, projector.events) for projector in stream.projectors]
+        [('report', ('task.completed', 'task.failed'))]
         """
         if not all(isinstance(each, str) for each in event_types):  # nothing would run, and nobody would notice
             raise ConfigError(
@@ -135,6 +142,17 @@ class Stream:
             EventParked: it will not happen by itself: the event's session is parked for this projector.
             ProjectorHalted: nor will it here.
             ConfigError: nobody has ever run a projector of that name.
+
+        Example (``token-usage`` runs anywhere; whole in docs/examples/read_your_writes.py)::
+
+            with psycopg2.connect(dsn) as connection, connection.cursor() as cursor:
+                cursor.execute(
+                    "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
+                    " VALUES (gen_random_uuid(), 'writer', 'model.responded', '{\"tokens\": 100}') RETURNING seq"
+                )
+                (seq,) = cursor.fetchone()
+            if Stream(dsn).wait_for("token-usage", seq, timeout=5):
+                print("what token-usage makes of it can be read now")
         """
         return self._progress().wait_for(projector, seq, timeout)
 
@@ -152,6 +170,14 @@ class Stream:
 
         Raises:
             WalstreamError: it cannot start.
+
+        Example::
+
+            async def main():
+                async with Stream("postgresql:///app") as stream:
+                    await stream.wait()  # or the application's own work
+
+            asyncio.run(main())
         """
         from walstream.wiring import make_host
 

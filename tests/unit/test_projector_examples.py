@@ -8,7 +8,9 @@ import importlib
 import pytest
 
 MODULES = (
+    "walstream.event",
     "walstream.metrics",
+    "walstream.stream",
     "walstream.engine.projector",
     "walstream.engine.context",
     "walstream.testing.events",
