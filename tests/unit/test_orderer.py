@@ -227,6 +227,16 @@ def test_what_the_store_says_ends_it(bench: Bench) -> None:
     assert bench.offsets() == []
 
 
+def test_a_size_counts_extras_between_rows_that_were_stripped_of_them(bench: Bench) -> None:
+    """A reader bounds its memory by it."""
+    extras = (("note",), (b"x" * 100_000,))
+    made = Burst(rows=[row(1), (2, b"s", b"a", b"e", b"{}", None, extras), row(3)], stripped={0: 5 << 20, 2: 6 << 20})
+    made.pieces.append((Commit(100, 1, 1, "l:1"), 3, 130, 3))
+    bench.orderer.submit(made)
+    assert bench.orderer.drain(5)
+    assert list(bench.store.segments[0].sizes) == [23, 17, 23]
+
+
 @pytest.mark.parametrize("one_transaction", [False, True])
 def test_a_backlog_larger_than_a_segment_is_ordered_in_several(bench: Bench, one_transaction: bool) -> None:
     """While transactions wait for a standby, or the order for a lock, small rows pile up by the hundred thousand."""

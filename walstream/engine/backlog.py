@@ -69,7 +69,7 @@ class Backlog:
         rows = self.rows[:total]
         nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
         self.nbytes -= nbytes
-        sizes = _row_sizes(rows)
+        sizes = _row_sizes(rows, mixed=bool(self.stripped))
         stripped = False
         if self.stripped:
             for index, size in self.stripped.items():
@@ -93,9 +93,13 @@ def _divided(pieces: Sequence[Piece]) -> Iterator[Piece]:
         yield commit, count, end, inserts
 
 
-def _row_sizes(rows: Sequence[Row]) -> list[int]:
-    """Bytes of each row, as far as a reader's memory is concerned: payload and extras."""
-    if not rows or (rows[0][6] is None and rows[-1][6] is None):
+def _row_sizes(rows: Sequence[Row], *, mixed: bool) -> list[int]:
+    """Bytes of each row, as far as a reader's memory is concerned: payload and extras.
+
+    Args:
+        mixed: some of the rows are stripped of their extras, so that one does not speak for all.
+    """
+    if not rows or (not mixed and rows[0][6] is None and rows[-1][6] is None):
         return [len(row[4]) for row in rows]
     return [len(row[4]) + sum(map(len, filter(None, row[6][1] if row[6] else ()))) for row in rows]
 
