@@ -20,7 +20,7 @@ from walstream.source.connection import connect
 from walstream.source.facts import Facts, role_facts, server_facts
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
-from walstream.source.table_facts import publication_facts, publications_like, table_facts
+from walstream.source.table_facts import publication_facts, table_facts
 
 PARTITIONED = """
 CREATE TABLE {name} (
@@ -390,7 +390,6 @@ def test_facts_of_things_that_are_not_there(conn: Connection, ledger: Ledger) ->
     assert table_facts(conn, LedgerTable()) is None
     assert publication_facts(conn, "p") is None
     ledger.make(slot=False)
-    assert publications_like(conn, "p") == ["p"]
     server, role = server_facts(conn), role_facts(conn)
     assert server.timeline == 1
     assert not server.in_recovery

@@ -30,7 +30,7 @@ class Doorbell:
     Args:
         listen: makes the source of announcements; called when a lane waits for the first time, since lanes that stay
             hot need none.
-        poll_seconds: rings at least this often while anybody waits, in case an announcement was lost.
+        poll_seconds: no wait is longer than this, in case an announcement was lost.
     """
 
     def __init__(self, listen: Callable[[], Announcements], poll_seconds: float) -> None:

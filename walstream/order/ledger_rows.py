@@ -33,7 +33,8 @@ _INTEGERS: Final = frozenset({20, 21, 23})
 FINGERPRINT: Final = """(SELECT c.oid::text || ':' || c.relnatts
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
    WHERE n.nspname = %s AND c.relname = %s)"""
-"""SQL that changes when columns are added to or dropped from the table named by its two parameters."""
+"""SQL that changes when the table named by its two parameters is another one, or gets a column. (A column that is
+dropped or renamed is noticed by the query that asks for it, and one of another type by what comes.)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,16 @@ from .decoder import Decoder
 from .messages import UNCHANGED, Binary, Insert, Relation, Value
 from .tags import BEGIN, COMMIT, INSERT
 
-__all__ = ["BEGIN", "COMMIT", "INSERT", "RowDecoder", "compile_row_decoder", "decode_begin", "decode_commit"]
+__all__ = [
+    "BEGIN",
+    "COMMIT",
+    "INSERT",
+    "RowDecoder",
+    "compile_row_decoder",
+    "compile_seq_decoder",
+    "decode_begin",
+    "decode_commit",
+]
 
 # Type OIDs (pg_type.dat). User types start at 16384 (FirstNormalObjectId): a domain over an integer is one.
 _INTEGERS: Final = frozenset({20, 21, 23})  # int8, int2, int4

@@ -37,8 +37,6 @@ PINNED: Final[Mapping[str, str]] = {
 APPLICATION_NAME_LIMIT: Final = 63
 """The server cuts ``application_name`` at NAMEDATALEN - 1 bytes."""
 
-_SECRETS: Final = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
-
 # libpq sends these variables of the environment in the startup packet *after* `options`, so they win over it.
 _STARTUP_VARIABLES: Final = ("PGDATESTYLE", "PGTZ")
 
@@ -96,15 +94,6 @@ def replication_connect(
     made = _open(dsn, application_name, connect_timeout, options, search_path, replication=True)
     assert isinstance(made, LogicalReplicationConnection)
     return made
-
-
-def redacted(dsn: str) -> str:
-    """Return ``dsn`` as a connection string that can be shown: every secret in it is replaced by ``***``."""
-    try:
-        parameters = parse_dsn(dsn)
-    except psycopg2.Error:
-        return "(a connection string that libpq cannot parse)"
-    return make_dsn(**{key: "***" if key in _SECRETS else value for key, value in parameters.items()})
 
 
 def merged_options(user: str, ours: Mapping[str, str]) -> str:

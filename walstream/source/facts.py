@@ -243,13 +243,18 @@ def role_facts(connection: Connection) -> RoleFacts:
 
 def slot_facts(connection: Connection, slot: str) -> SlotFacts | None:
     """Read one slot, whatever database it belongs to; ``None`` if there is none of this name."""
-    found = _slots(connection, "s.slot_name = %s", slot)
-    return found[0] if found else None
-
-
-def slots_like(connection: Connection, prefix: str) -> list[SlotFacts]:
-    """Read all slots whose name begins with ``prefix`` (leftovers of ``tail``)."""
-    return _slots(connection, "pg_catalog.starts_with(s.slot_name, %s)", prefix)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            """
+            SELECT pg_catalog.to_jsonb(s), a.pid, a.application_name,
+                   coalesce(pg_catalog.host(a.client_addr), 'a local socket'), a.backend_start::text, a.state
+              FROM pg_catalog.pg_replication_slots s LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid
+             WHERE s.slot_name = %s
+            """,
+            (slot,),
+        )
+        row: Any = cursor.fetchone()
+    return _slot(*row) if row else None
 
 
 def blockers(connection: Connection) -> list[Blocker]:
@@ -305,20 +310,6 @@ def walsender_progress(connection: Connection, pid: int, started: str) -> tuple[
         )
         row: Any = cursor.fetchone()
     return (parse_lsn(row[0]), row[1], row[2]) if row else None
-
-
-def _slots(connection: Connection, condition: str, value: str) -> list[SlotFacts]:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"""
-            SELECT pg_catalog.to_jsonb(s), a.pid, a.application_name,
-                   coalesce(pg_catalog.host(a.client_addr), 'a local socket'), a.backend_start::text, a.state
-              FROM pg_catalog.pg_replication_slots s LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid
-             WHERE {condition} ORDER BY s.slot_name
-            """,
-            (value,),
-        )
-        return [_slot(*row) for row in cursor.fetchall()]
 
 
 def _slot(

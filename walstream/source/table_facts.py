@@ -97,7 +97,6 @@ class SequenceFacts:
 
     name: str
     cache: int
-    increment: int
     cycle: bool
 
 
@@ -208,16 +207,6 @@ def publication_facts(connection: Connection, publication: str) -> PublicationFa
     )
 
 
-def publications_like(connection: Connection, prefix: str) -> list[str]:
-    """Names of publications that begin with ``prefix`` (leftovers of ``tail``)."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pubname FROM pg_catalog.pg_publication WHERE pg_catalog.starts_with(pubname, %s) ORDER BY 1",
-            (prefix,),
-        )
-        return [name for (name,) in cursor.fetchall()]
-
-
 def table_facts(connection: Connection, ledger: LedgerTable) -> TableFacts | None:
     """Read the ledger's table; ``None`` if nothing has its name."""
     with connection.cursor() as cursor:
@@ -306,7 +295,7 @@ def _indexes(cursor: Any, oid: int) -> tuple[IndexFacts, ...]:
 def _sequence(cursor: Any, oid: int, column: str) -> SequenceFacts | None:
     cursor.execute(
         """
-        SELECT pg_catalog.format('%%I.%%I', n.nspname, c.relname), s.seqcache, s.seqincrement, s.seqcycle
+        SELECT pg_catalog.format('%%I.%%I', n.nspname, c.relname), s.seqcache, s.seqcycle
           FROM pg_catalog.pg_attribute a
           JOIN pg_catalog.pg_depend d ON d.refclassid = 'pg_catalog.pg_class'::regclass AND d.refobjid = a.attrelid
            AND d.refobjsubid = a.attnum AND d.classid = 'pg_catalog.pg_class'::regclass AND d.deptype IN ('a', 'i')
