@@ -15,33 +15,67 @@ if TYPE_CHECKING:
     from walstream.engine.subscribe import Subscription as Subscription
     from walstream.engine.subscribe import subscribe as subscribe
     from walstream.engine.waiting import EventParked as EventParked
+    from walstream.errors import CallSettled as CallSettled
     from walstream.errors import ConfigError as ConfigError
+    from walstream.errors import Fenced as Fenced
+    from walstream.errors import LedgerError as LedgerError
     from walstream.errors import PayloadError as PayloadError
+    from walstream.errors import RecoveryBusy as RecoveryBusy
     from walstream.errors import RetryLater as RetryLater
     from walstream.errors import RowMissing as RowMissing
+    from walstream.errors import UnknownSession as UnknownSession
     from walstream.errors import WalstreamError as WalstreamError
     from walstream.event import Event as Event
     from walstream.ledger.fold import Fold as Fold
     from walstream.ledger.fold import apply_event as apply_event
     from walstream.ledger.fold import sendable as sendable
+    from walstream.ledger.folded_session import FoldedSession as FoldedSession
+    from walstream.ledger.idempotency import idempotency_key as idempotency_key
+    from walstream.ledger.inflight import InFlightCall as InFlightCall
+    from walstream.ledger.inflight import call_key as call_key
+    from walstream.ledger.inflight import inflight as inflight
+    from walstream.ledger.ledger import Appended as Appended
+    from walstream.ledger.ledger import Draft as Draft
+    from walstream.ledger.ledger import Forked as Forked
+    from walstream.ledger.ledger import Ledger as Ledger
+    from walstream.ledger.rebuild import rebuild_context as rebuild_context
+    from walstream.ledger.recovery import recover as recover
+    from walstream.ledger.session_folds import SessionFolds as SessionFolds
     from walstream.stream import Stream as Stream
 
 # Loaded when they are first asked for, so that `import walstream` (and the command line) stays quick.
 _HOMES = {
+    "Appended": "walstream.ledger.ledger",
+    "CallSettled": "walstream.errors",
     "ConfigError": "walstream.errors",
     "Context": "walstream.engine.context",
+    "Draft": "walstream.ledger.ledger",
     "Event": "walstream.event",
     "EventParked": "walstream.engine.waiting",
+    "Fenced": "walstream.errors",
+    "Forked": "walstream.ledger.ledger",
     "Fold": "walstream.ledger.fold",
+    "FoldedSession": "walstream.ledger.folded_session",
     "FunctionProjector": "walstream.engine.projector",
+    "Ledger": "walstream.ledger.ledger",
+    "LedgerError": "walstream.errors",
+    "InFlightCall": "walstream.ledger.inflight",
     "PayloadError": "walstream.errors",
     "Projector": "walstream.engine.projector",
+    "RecoveryBusy": "walstream.errors",
     "RetryLater": "walstream.errors",
     "RowMissing": "walstream.errors",
+    "SessionFolds": "walstream.ledger.session_folds",
     "Stream": "walstream.stream",
     "Subscription": "walstream.engine.subscribe",
+    "UnknownSession": "walstream.errors",
     "WalstreamError": "walstream.errors",
+    "idempotency_key": "walstream.ledger.idempotency",
     "apply_event": "walstream.ledger.fold",
+    "call_key": "walstream.ledger.inflight",
+    "inflight": "walstream.ledger.inflight",
+    "recover": "walstream.ledger.recovery",
+    "rebuild_context": "walstream.ledger.rebuild",
     "sendable": "walstream.ledger.fold",
     "subscribe": "walstream.engine.subscribe",
 }

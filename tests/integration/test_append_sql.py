@@ -522,7 +522,7 @@ def test_one_key_at_once_is_one_row(ledger: Ledger, isolation: int) -> None:
                 on.rollback()
 
     connections = [ledger.database.connect() for _ in range(10)]
-    results = in_threads(*(lambda on=on: work(on) for on in connections))  # type: ignore[misc]  # as above
+    results = in_threads(*(lambda on=on: work(on) for on in connections))
     assert sorted(appended for _, appended in results) == [False] * 9 + [True]
     ((seq, *_),) = ledger.rows()
     assert {each for each, _ in results} == {seq}
@@ -603,7 +603,7 @@ def test_a_session_commits_in_the_order_of_its_seqs(ledger: Ledger) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    written = in_threads(*(lambda n=n: write(n) for n in range(8)))  # type: ignore[misc]  # as above
+    written = in_threads(*(lambda n=n: write(n) for n in range(8)))
     stop.set()
     watcher.join(20)
     assert problems == []
@@ -639,7 +639,7 @@ def test_batches_in_crossing_order_do_not_wait_in_a_ring(ledger: Ledger) -> None
         return 30
 
     orders = ([A, B, C], [C, B, A], [B, C, A], [C, A, B])
-    results = in_threads(*(lambda order=order: work(order) for order in orders))  # type: ignore[misc]  # as above
+    results = in_threads(*(lambda order=order: work(order) for order in orders))
     assert results == [30] * 4
     assert len(ledger.rows()) == 360
     for session in (A, B, C):

@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "guard": (*LEAVES, "protocol"),
     "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection", "source.failures"),
     PUBLIC: (*LEAVES, "engine", "ledger", "stream"),
+    "payloads": ("ledger",),
     "stream": (*LEAVES, "engine", "wiring"),
     "wiring": (*LEAVES, "engine", "source"),
     "plugins": (*LEAVES, "engine", "stream"),
@@ -60,7 +61,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli", "demo"),
-    "pydantic": ("config",),
+    "pydantic": ("config", "ledger"),
 }
 
 REPLICATION_NAMES = {
