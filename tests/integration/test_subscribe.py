@@ -91,6 +91,17 @@ def test_the_position_is_where_to_go_on(world: World) -> None:
     assert seen == list(range(1, 11))
 
 
+def test_the_position_before_the_first_read_is_where_it_was_to_begin(world: World) -> None:
+    """A program that ends before the server answered must not begin with the whole history the next time."""
+    last = world.add_many(3)
+    for after in ("latest", 2, 0):
+        with subscribe(dsn=world.settings.dsn, after=after) as events:
+            assert events.position == after
+    with subscribe(dsn=world.settings.dsn, after="latest", follow=False) as events:
+        assert list(events) == []
+        assert events.position == last
+
+
 def test_it_follows_and_is_woken(world: World) -> None:
     world.add_many(3)
     listening = Listening(subscribe(dsn=world.settings.dsn, after="latest", poll_seconds=60.0))

@@ -77,11 +77,13 @@ class Subscription:
         self._executor: ThreadPoolExecutor | None = None
 
     @property
-    def position(self) -> int:
-        """Everything up to this offset was yielded, or was not asked for; pass it as ``after`` to go on later."""
+    def position(self) -> int | Literal["latest"]:
+        """Everything up to this offset was yielded, or was not asked for; pass it as ``after`` to go on later.
+        ``"latest"``, if it was to begin there and where that is has not been read yet.
+        """
         if self._ready:
             return self._ready[0].offset - 1
-        return self._after or 0
+        return "latest" if self._after is None else self._after
 
     def close(self) -> None:
         """End the iteration, from any thread, and give the connections back."""
