@@ -171,6 +171,15 @@ class SnapshotTable:
             counted = int(next(rows)[5])
             yield (event_of(row[1:]) for row in rows) if counted == snapshot.unsettled else None
 
+    def check(self, cur: Cursor) -> None:
+        """Look whether the table is there with all of its columns.
+
+        Raises:
+            ConfigError: it is not, or may not be read.
+        """
+        with reading_snapshots():
+            cur.execute(self.sql(_USABLE), {"session": None, "version": self.version, "upto": 0})
+
     # -- what only the writer does -----------------------------------------------------------------------------------
 
     def save(self, cur: Cursor, snapshots: Sequence[NewSnapshot]) -> set[str]:

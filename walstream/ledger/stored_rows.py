@@ -50,8 +50,17 @@ def plain_cursor(conn: Connection) -> Cursor:
 
 
 def event_of(row: Sequence[Any]) -> FoldEvent:
-    """The event of a row of :data:`ROW`."""
+    """The event of a row of :data:`ROW`.
+
+    Raises:
+        LedgerError: a column that an event needs is NULL.
+    """
     seq, session, agent, event_type, payload = row
+    if agent is None or event_type is None or payload is None:
+        raise LedgerError(
+            f"the row with seq {seq} of session {session} has NULL in a column that an event needs",
+            hint="give the row a value and set the column NOT NULL, or map another one in walstream.toml",
+        )
     return FoldEvent(int(seq), session, agent, event_type, payload.encode())
 
 
@@ -81,11 +90,6 @@ def stored_rows(
     sql = statement(settings, f"{_ROWS}{after_seq}{upto} ORDER BY $seq")
     with of_session(session_id), streamed(conn, sql, {"session": session_id, "after": after, "upto": upto_seq}) as rows:
         for row in rows:
-            if None in row:
-                raise LedgerError(
-                    f"the row with seq {row[0]} of session {session_id} has NULL in a column that an event needs",
-                    hint="give the row a value and set the column NOT NULL, or map another one in walstream.toml",
-                )
             yield event_of(row)
 
 
