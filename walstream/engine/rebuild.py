@@ -3,7 +3,7 @@
 The replay is a projector of its own, under a name that no user can give (``NAME~rebuild``), so everything that holds
 for projectors holds for it: cursor, fencing, deadline, narrowing, parking. It chases the live one; only for the last
 stretch is the live one paused, so that both stand at the same offset when they are compared and swapped, in one
-transaction.
+transaction. With lanes, at the same offset lane by lane: the replay runs in one until the live lanes part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Outcome:
     """What a rebuild found and did.
 
     Attributes:
-        offset: at which the live and the rebuilt tables were compared.
+        offset: at which the live and the rebuilt tables were compared (of the foremost lane).
         differences: table by table.
         parked: events that the rebuilt projector could not project either.
         swapped: the live tables now have the rebuilt content.
@@ -109,6 +109,8 @@ class Rebuild:
         self._supply = Supply(settings, None, key_prefix, Metrics())
         self.metrics = self._supply.metrics
         self._target = 0
+        self._lane = 0
+        self._lanes = 1
         self._told_at = 0.0
         self._is_ours = False
         self.cursors = Cursors(settings.namespace, self.options.name)
@@ -127,11 +129,11 @@ class Rebuild:
         try:
             self._begin(control)
             self._set_up()
-            target = self._chase(control)
+            self._chase(control)
             with self._live_paused(control):
-                target = self._live_offset(control)
-                self._replay(target)
-                return self._conclude(control, target, compare_only=compare_only)
+                targets = self._live_positions(control)
+                self._replay(control, targets)
+                return self._conclude(control, targets, compare_only=compare_only)
         except psycopg2.Error as raised:
             raise classify(raised, doing=f"rebuilding projector {self._live.name!r}") from raised
         finally:
@@ -147,7 +149,7 @@ class Rebuild:
         now = time.monotonic()
         if now - self._told_at >= _TELL_SECONDS:
             self._told_at = now
-            at = self.metrics.value("projector_position", projector=self.options.name, lane="0")
+            at = self.metrics.value("projector_position", projector=self.options.name, lane=str(self._lane))
             self._on_progress(int(at), self._target)
 
     def sleep(self, seconds: float) -> None:
@@ -224,26 +226,43 @@ class Rebuild:
         finally:
             delivery.close()
 
-    def _chase(self, control: Connection) -> int:
+    def _chase(self, control: Connection) -> None:
         """Follow the live one until it is near."""
-        reached = -1
+        reached: dict[int, int] = {}
         while True:
-            target = self._live_offset(control)
-            if target - reached <= _CLOSE:
-                return target
-            log.info("rebuilding projector %r: replaying to offset %d", self._live.name, target)
-            self._replay(target)
-            reached = target
+            targets = self._live_positions(control)
+            if all(target - reached.get(lane, -1) <= _CLOSE for lane, target in targets.items()):
+                return
+            log.info("rebuilding projector %r: replaying to offset %d", self._live.name, max(targets.values()))
+            self._replay(control, targets)
+            reached = targets
 
-    def _replay(self, target: int) -> None:
-        self._target = target
-        LaneRunner(self, 0, 1, until=target).run()
+    def _replay(self, control: Connection, targets: dict[int, int]) -> None:
+        """Bring the replay to where the live lanes stand."""
+        self._target = max(targets.values())
+        if self._lanes == 1:
+            level = min(targets.values())
+            LaneRunner(self, 0, 1, until=level).run()
+            if level == self._target:
+                return
+            with control.cursor() as cur:
+                self.cursors.rewrite_lanes(cur, len(targets), level)
+            control.commit()
+            self._lanes = len(targets)
+        if self._lanes != len(targets):
+            raise Unavailable(
+                f"the lanes of projector {self._live.name!r} changed their number during its rebuild",
+                hint="start the rebuild again",
+            )
+        for lane, target in targets.items():
+            self._lane = lane
+            LaneRunner(self, lane, self._lanes, until=target).run()
 
-    def _live_offset(self, control: Connection) -> int:
+    def _live_positions(self, control: Connection) -> dict[int, int]:
         with control.cursor() as cur:
             positions = Cursors(self._settings.namespace, self._live.name).positions(cur)
         control.rollback()
-        return max(positions.values(), default=0)
+        return positions or {0: 0}
 
     @contextlib.contextmanager
     def _live_paused(self, control: Connection) -> Iterator[None]:
@@ -291,17 +310,17 @@ class Rebuild:
                 )
             time.sleep(0.05)
 
-    def _conclude(self, control: Connection, target: int, *, compare_only: bool) -> Outcome:
-        """Compare and swap in one transaction, both standing at ``target``."""
-        name = self._live.name
+    def _conclude(self, control: Connection, targets: dict[int, int], *, compare_only: bool) -> Outcome:
+        """Compare and swap in one transaction, both standing at ``targets``."""
+        name, offset = self._live.name, max(targets.values())
         with control.cursor() as cur:
             # A runner that was stopped and does not know of the pause is fenced. Committed at once: its keeper must not
             # wait for this row as long as a large table takes.
             cur.execute(f"UPDATE {self._schema}.projectors SET generation = generation + 1 WHERE name = %s", (name,))
             control.commit()
             self._shadow.lock(cur)  # whoever is in mid-transaction commits or is ended before this returns
-            cur.execute(f"SELECT position FROM {self._schema}.cursors WHERE projector = %s FOR UPDATE", (name,))
-            if max((int(row[0]) for row in cur.fetchall()), default=-1) != target:
+            cur.execute(f"SELECT lane, position FROM {self._schema}.cursors WHERE projector = %s FOR UPDATE", (name,))
+            if {int(lane): int(position) for lane, position in cur.fetchall()} != targets:
                 raise Unavailable(
                     f"the cursor of projector {name!r} was moved during its rebuild", hint="start the rebuild again"
                 )
@@ -310,17 +329,16 @@ class Rebuild:
             parked = int((cur.fetchone() or (0,))[0])
             if compare_only:
                 control.rollback()
-                return Outcome(target, tuple(differences), parked, swapped=False)
+                return Outcome(offset, tuple(differences), parked, swapped=False)
             self._shadow.put_in_place(cur, differences)
             # What the replay could project is done, also where the live one had parked it; and the other way round.
             cur.execute(f"DELETE FROM {self._schema}.parked WHERE projector = %s", (name,))
             cur.execute(
                 f"UPDATE {self._schema}.parked SET projector = %s WHERE projector = %s", (name, self.options.name)
             )
-            cur.execute(f"UPDATE {self._schema}.cursors SET position = %s WHERE projector = %s", (target, name))
             control.commit()
-        log.info("projector %r was rebuilt at offset %d", name, target)
-        return Outcome(target, tuple(differences), parked, swapped=True)
+        log.info("projector %r was rebuilt at offset %d", name, offset)
+        return Outcome(offset, tuple(differences), parked, swapped=True)
 
     def _clean_up(self, control: Connection) -> None:
         if not self._is_ours:
