@@ -77,6 +77,11 @@ class FoldEvent:
             self._parsed = parse_payload(self._raw)
         return self._parsed
 
+    @property
+    def payload_bytes(self) -> bytes:
+        """The payload as the exact text in UTF-8; empty if it was given parsed."""
+        return self._raw
+
     def with_payload(self, payload: Any) -> FoldEvent:
         """The same event with another payload (what it refers to put in)."""
         return FoldEvent.of(self.seq, self.session_id, self.agent_id, self.event_type, payload)
@@ -113,6 +118,10 @@ class Fold:
     def event_types(self) -> tuple[str, ...]:
         """The types that change a context, sorted."""
         return tuple(sorted(self._functions))
+
+    def function(self, event_type: str) -> FoldFunction | None:
+        """The function that folds a type; ``None`` if events of it change nothing."""
+        return self._functions.get(event_type)
 
     def on(self, *event_types: str, version: int = 1) -> Callable[[_Function], _Function]:
         """Decorate the function that folds these types.
