@@ -138,3 +138,22 @@ def test_not_set_up_names_init(database: Database) -> None:
     called = call("adopt", dsn=database.dsn)
     assert called.exit_code == ExitCode.CONFIG
     assert "walstream init" in called.stderr
+
+
+def test_after_a_rename_workers_append_under_the_new_names(ledger: Database) -> None:
+    append = "SELECT seq FROM walstream.append('11111111-1111-1111-1111-111111111111', 'a', 'x', '{}')"
+    assert ledger.execute(append) == [(1,)]
+    ledger.execute("ALTER TABLE agent_events RENAME TO events")
+    with pytest.raises(Exception, match="agent_events"):
+        ledger.execute(append)
+    words = ["--environment", "production", "--table", "events"]
+    done = ok("adopt", *words, "--yes", "--json", dsn=ledger.dsn).json
+    assert [change["what"] for change in done["changes"]] == ["table", "functions"]
+    assert ledger.execute(append) == [(2,)]
+    assert ok("adopt", *words, "--json", dsn=ledger.dsn).json["changes"] == []
+
+
+def test_functions_of_a_newer_release_are_left_alone(ledger: Database) -> None:
+    ledger.execute("INSERT INTO walstream.migrations (version, name) VALUES (999, 'of the next release')")
+    ledger.execute("ALTER FUNCTION walstream.append RENAME TO append_of_the_next_release")
+    assert ok("adopt", "--environment", "production", "--json", dsn=ledger.dsn).json["changes"] == []

@@ -37,7 +37,14 @@ def _remains(database: Database, slot: str) -> tuple[int, int, int, int]:
 def test_all_of_ours_goes_and_the_ledger_stays(ledger: Database, slot: str) -> None:
     assert _remains(ledger, slot) == (1, 1, 1, 3)
     done = ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json
-    assert done == {"slot": slot, "publication": "walstream", "publication_kept": None, "schema": "walstream"}
+    assert done == {
+        "slot": slot,
+        "publication": "walstream",
+        "publication_kept": None,
+        "schema": "walstream",
+        "snapshots": '"public"."agent_snapshots"',
+        "kept": [],
+    }
     assert _remains(ledger, slot) == (0, 0, 0, 3)
     # Again: nothing is there, and that is fine.
     assert "nothing" in ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn).stdout
@@ -101,3 +108,62 @@ def test_what_was_cut_short_goes_on(ledger: Database, slot: str) -> None:
     ledger.execute("DROP PUBLICATION walstream")
     ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
     assert _remains(ledger, slot) == (0, 0, 0, 3)
+
+
+def test_snapshots_go_and_what_belongs_to_the_ledger_stays(ledger: Database, slot: str) -> None:
+    """Messages that events refer to by digest stand nowhere else, and a forgotten key is an event that comes twice."""
+    window = '{"messages": [{"role": "user", "content": "hello"}]}'
+    append = (
+        "SELECT seq, appended FROM walstream.append('11111111-1111-1111-1111-111111111111', 'a', 'context.loaded', %s,"
+        " key => 'k', store_messages => true)"
+    )
+    ((seq, appended),) = ledger.execute(append, window)
+    assert appended
+    ledger.execute("INSERT INTO agent_jobs (session_id) VALUES (gen_random_uuid())")
+    shown = call("teardown", "--slot", slot, dsn=ledger.dsn).stdout
+    assert "agent_snapshots" in shown
+    assert "made again from the ledger" in shown
+    done = ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json
+    assert done["kept"] == ["append_keys", "messages"]
+    tables = (
+        "SELECT c.oid::regclass::text FROM pg_class c WHERE relkind = 'r' AND relnamespace::regnamespace::text = %s"
+    )
+    assert sorted(ledger.execute(tables, "public")) == [("agent_events",), ("agent_jobs",)]
+    assert sorted(ledger.execute(tables, "walstream")) == [("walstream.append_keys",), ("walstream.messages",)]
+    assert "nothing" in ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn).stdout
+
+    ok("init", "--slot", slot, dsn=ledger.dsn)
+    assert ledger.execute(append, window) == [(seq, False)]
+    assert ledger.execute("SELECT count(*) FROM walstream.messages") == [(1,)]
+    assert ledger.execute("SELECT count(*) FROM agent_jobs") == [(1,)]
+    assert [each["state"] for each in _checks(ledger, slot, "append functions")] == ["ok"]
+
+
+def _checks(ledger: Database, slot: str, name: str) -> list[dict[str, str]]:
+    found = call("doctor", "--slot", slot, "--json", dsn=ledger.dsn).json["checks"]
+    return [each for each in found if each["check"] == name]
+
+
+def test_what_was_left_of_another_ledger_is_not_taken_over(ledger: Database, slot: str) -> None:
+    ledger.execute("SELECT walstream.append(gen_random_uuid()::text, 'a', 'x', '{}', key => 'k')")
+    ok("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
+    ledger.execute("DROP TABLE agent_jobs; ALTER TABLE agent_events ALTER session_id TYPE text")
+    called = call("init", "--slot", slot, dsn=ledger.dsn)
+    assert called.exit_code == ExitCode.CONFIG
+    assert "append_keys" in called.stderr
+    assert "--namespace" in called.stderr
+
+
+def test_snapshots_that_another_stream_uses_stay(ledger: Database, slot: str) -> None:
+    other = ["--slot", f"{slot}_o", "--namespace", "other", "--publication", "other"]
+    ok("init", *other, dsn=ledger.dsn)
+    assert ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json["snapshots"] is None
+    assert ok("teardown", *other, "--yes", "--json", dsn=ledger.dsn).json["snapshots"] is not None
+
+
+def test_something_built_on_the_snapshots_is_named_before_anything_goes(ledger: Database, slot: str) -> None:
+    ledger.execute("CREATE VIEW latest AS SELECT session_id, max(upto_seq) FROM agent_snapshots GROUP BY 1")
+    called = call("teardown", "--slot", slot, "--yes", dsn=ledger.dsn)
+    assert called.exit_code == ExitCode.CONFIG
+    assert "view public.latest" in called.stderr
+    assert _remains(ledger, slot) == (1, 1, 1, 3)

@@ -34,7 +34,8 @@ class Finding:
 
     Attributes:
         check: what was looked at.
-        state: ``failed``: ``walstream run`` (or ``init``) will refuse or fail; ``warning``: it works and is unwise.
+        state: ``failed``: ``walstream run``, ``init`` or a worker's append will refuse or fail; ``warning``: it works
+            and is unwise.
         found: what there is.
         fix: what to do, a statement where there is one; empty if nothing.
     """
@@ -109,9 +110,9 @@ def examine(settings: Settings, conn: Connection) -> Exam:
 
 def findings(exam: Exam) -> Iterator[Finding]:
     """All findings, in the order in which a person would repair things."""
-    from . import checks_ledger, checks_server
+    from . import checks_ledger, checks_server, checks_worker
 
-    for check in (*checks_server.CHECKS, *checks_ledger.CHECKS):
+    for check in (*checks_server.CHECKS, *checks_ledger.CHECKS, *checks_worker.CHECKS):
         yield from check(exam)
 
 

@@ -37,14 +37,6 @@ def table(exam: Exam) -> Iterator[Finding]:
     if facts.row_security and not facts.row_security_applies:
         yield Finding("row security", "ok", f"on, and {exam.role.name} sees every row all the same")
     sequence = facts.seq_sequence
-    if sequence is not None and sequence.cache > 1:
-        yield Finding(
-            "sequence",
-            "warning",
-            f"{sequence.name} has CACHE {sequence.cache}: seqs commit far out of order, and the search for missed rows"
-            " has to look at more",
-            f"ALTER SEQUENCE {sequence.name} CACHE 1;",
-        )
     if sequence is not None and sequence.cycle:
         yield Finding(
             "sequence",

@@ -197,8 +197,9 @@ def _first_missing(cur: Cursor, settings: Settings, ahead: int, outcome: Outcome
             outcome.scripts[str(month)] = ledger_partitions.attach_statements(ledger, month, owner)
             return name, outcome.scripts[str(month)]
         columns = _stored_columns(cur, settings)
+        refresh = ledger_partitions.refresh_statements(cur, settings.publication)
         outcome.held[str(month)] = rows
-        outcome.scripts[str(month)] = ledger_partitions.move_statements(ledger, month, default, columns, owner)
+        outcome.scripts[str(month)] = ledger_partitions.move_statements(ledger, month, default, columns, owner, refresh)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -16,6 +16,11 @@ from .session import database
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
+    from psycopg2.extensions import cursor as Cursor
+
+_OF_THE_LEDGER: Final = ("append_keys", "messages", "forks")
+"""Tables in walstream's schema that say what no other place says: events refer to messages, keys keep an append from
+being made twice."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Remains:
         shared: why the publication stays, or empty.
         schema: walstream's own schema is there.
         events, projectors: what is lost with it.
+        snapshots: the table of snapshots, quoted; ``None`` where there is none, or another stream uses it.
+        kept: tables of that schema that stay, because they belong to the ledger and are not empty.
     """
 
     slot: str | None
@@ -35,6 +42,8 @@ class Remains:
     schema: bool
     events: int
     projectors: int
+    snapshots: str | None
+    kept: tuple[str, ...]
 
     @property
     def nothing(self) -> bool:
@@ -48,9 +57,11 @@ def register(app: typer.Typer) -> None:
 
 @takes_settings
 def teardown(settings: Settings, *, yes: Yes = False, as_json: Json = False) -> None:
-    """Drop the slot, the publication and walstream's own tables, with every offset and cursor in them.
+    """Drop the slot, the publication, the snapshots and walstream's own tables, with every offset and cursor in them.
 
-    The ledger's table is never touched. A publication that publishes other tables as well stays. It is safe to repeat.
+    The ledger's table and the jobs are never touched, nor what belongs to the ledger's rows: stored messages, keys of
+    appends, forks. (Snapshots are made again from the ledger.) A publication that publishes other tables as well stays.
+    It is safe to repeat.
     """
     from walstream.source import slots
     from walstream.source.publications import drop_statement
@@ -68,14 +79,47 @@ def teardown(settings: Settings, *, yes: Yes = False, as_json: Json = False) -> 
             if found.schema:
                 # Whoever reads or writes the order without a lease (a stopped process) is fenced off first.
                 cur.execute(f"UPDATE {quote(settings.namespace)}.generation SET generation = generation + 1")
+            if found.snapshots:
+                _drop_snapshots(cur, found.snapshots)
             # The schema last: it is what says that the slot is ours, so that an attempt that was cut short can go on.
             if found.slot:
                 slots.drop(conn, found.slot)
             if found.publication and not found.shared:
                 cur.execute(drop_statement(found.publication))
-            if found.schema:
-                cur.execute(f"DROP SCHEMA {quote(settings.namespace)} CASCADE")
+        if found.schema:
+            _drop_schema(conn, settings, found.kept)
     _report(settings, found, as_json, f"taken away; {settings.ledger.qualified} is as it was")
+
+
+def _drop_snapshots(cur: Cursor, table: str) -> None:
+    from psycopg2.errors import DependentObjectsStillExist
+
+    try:
+        cur.execute(f"DROP TABLE {table}")
+    except DependentObjectsStillExist as error:
+        raise ConfigError(
+            f"{table} cannot be dropped: {error.diag.message_detail or error.diag.message_primary}",
+            hint="drop first what was built on it; nothing has been taken away yet",
+        ) from error
+
+
+def _drop_schema(conn: Connection, settings: Settings, kept: tuple[str, ...]) -> None:
+    """Drop walstream's schema; what is kept of it stands in a schema of the same name afterwards."""
+    namespace = quote(settings.namespace)
+    conn.autocommit = False
+    try:
+        with conn, conn.cursor() as cur:
+            if not kept:
+                cur.execute(f"DROP SCHEMA {namespace} CASCADE")
+                return
+            aside = quote(f"{settings.namespace[:40]} aside")
+            cur.execute(f"CREATE SCHEMA {aside}")
+            for table in kept:
+                cur.execute(f"ALTER TABLE {namespace}.{quote(table)} SET SCHEMA {aside}")
+            cur.execute(f"DROP SCHEMA {namespace} CASCADE")
+            cur.execute(f"ALTER SCHEMA {aside} RENAME TO {namespace}")
+    finally:
+        conn.autocommit = True
 
 
 def _look(conn: Connection, settings: Settings) -> Remains:
@@ -86,14 +130,17 @@ def _look(conn: Connection, settings: Settings) -> Remains:
     """
     from walstream.ledger.adoption import live_holder
     from walstream.ledger.identity import read_identity, require_same_stream
-    from walstream.ledger.schema import installed_version
+    from walstream.ledger.schema import LEDGER_VERSION, installed_version
     from walstream.source.facts import slot_facts
     from walstream.source.table_facts import publication_facts, table_facts
 
     identity = None
     events = projectors = 0
+    kept: tuple[str, ...] = ()
+    snapshots = None
     with conn.cursor() as cur:
-        schema = installed_version(cur, settings.namespace) > 0
+        version = installed_version(cur, settings.namespace)
+        schema = version > 0
         if schema:
             identity = read_identity(cur, settings.namespace)
             if holder := live_holder(cur, settings.namespace):
@@ -107,6 +154,9 @@ def _look(conn: Connection, settings: Settings) -> Remains:
             )
             row: Any = cur.fetchone()
             events, projectors = row
+        if version >= LEDGER_VERSION:
+            kept = tuple(table for table in _OF_THE_LEDGER if _holds_rows(cur, f"{namespace}.{table}"))
+            snapshots = _snapshots(cur, settings)
     if identity is not None:
         require_same_stream(identity, settings)
     # Without an identity nothing says that a slot of this name is ours.
@@ -121,8 +171,55 @@ def _look(conn: Connection, settings: Settings) -> Remains:
         elif others := [f"{each.namespace}.{each.name}" for each in publication.tables if each.oid not in ours]:
             shared = f"it also publishes {', '.join(others)}"
     return Remains(
-        slot.name if slot else None, publication.name if publication else None, shared, schema, events, projectors
+        slot.name if slot else None,
+        publication.name if publication else None,
+        shared,
+        schema,
+        events,
+        projectors,
+        snapshots,
+        kept,
     )
+
+
+def _holds_rows(cur: Cursor, table: str) -> bool:
+    """Whether it does. Who may not read it is no owner, and is refused anyway."""
+    cur.execute("SELECT pg_catalog.has_table_privilege(%s, 'SELECT')", (table,))
+    row: Any = cur.fetchone()
+    if not row[0]:
+        return False
+    cur.execute(f"SELECT EXISTS (SELECT FROM {table})")
+    row = cur.fetchone()
+    return bool(row[0])
+
+
+def _snapshots(cur: Cursor, settings: Settings) -> str | None:
+    """The table of snapshots, if it is there and no other stream in this database is set up on the same ledger."""
+    ledger = settings.ledger
+    name = ledger.beside(ledger.snapshots)
+    cur.execute(
+        "SELECT n.nspname::text, pg_catalog.has_schema_privilege(n.oid, 'USAGE')"
+        " AND pg_catalog.has_table_privilege(i.oid, 'SELECT')"
+        " FROM pg_catalog.pg_namespace AS n"
+        " JOIN pg_catalog.pg_class AS i ON i.relnamespace = n.oid AND i.relname = 'identity'"
+        " JOIN pg_catalog.pg_class AS k ON k.relnamespace = n.oid AND k.relname = 'append_keys'"
+        " WHERE n.nspname <> %s AND pg_catalog.to_regclass(%s) IS NOT NULL",
+        (settings.namespace, name),
+    )
+    for namespace, readable in cur.fetchall():
+        if not readable:
+            return None
+        cur.execute(
+            f"SELECT EXISTS (SELECT FROM {quote(namespace).replace('%', '%%')}.identity"
+            " WHERE table_oid = pg_catalog.to_regclass(%s)::oid)",
+            (ledger.qualified,),
+        )
+        row: Any = cur.fetchone()
+        if row[0]:
+            return None
+    cur.execute("SELECT pg_catalog.to_regclass(%s) IS NOT NULL", (name,))
+    row = cur.fetchone()
+    return name if row[0] else None
 
 
 def _require_owner(conn: Connection, settings: Settings, found: Remains) -> None:
@@ -155,7 +252,15 @@ def _show(settings: Settings, found: Remains) -> None:
             f"schema {settings.namespace}, with the order of {found.events:,} events and the cursors of"
             f" {found.projectors:,} projectors; after another `walstream init` offsets begin at 1 again"
         )
-    console.say(f"(the table {settings.ledger.qualified} stays)")
+    if found.snapshots:
+        console.say(f"table {found.snapshots}: a projection, which is made again from the ledger")
+    ledger = settings.ledger
+    console.say(f"(the tables {ledger.qualified} and {ledger.beside(ledger.jobs)} stay)")
+    if found.kept:
+        console.say(
+            f"({', '.join(found.kept)} in schema {settings.namespace} stay: they belong to the ledger's rows, and"
+            " another `walstream init` takes them over)"
+        )
 
 
 def _report(settings: Settings, found: Remains, as_json: bool, words: str) -> None:
@@ -166,6 +271,8 @@ def _report(settings: Settings, found: Remains, as_json: bool, words: str) -> No
                 "publication": None if found.shared else found.publication,
                 "publication_kept": found.shared or None,
                 "schema": settings.namespace if found.schema else None,
+                "snapshots": found.snapshots,
+                "kept": list(found.kept),
             }
         )
     else:

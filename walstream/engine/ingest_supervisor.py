@@ -36,6 +36,7 @@ from .leadership import Lease
 from .ledger_watch import LedgerWatch
 from .order_store import FencedStore
 from .orderer import Orderer
+from .partition_watch import warn_of_partitions
 from .reconciler import Reconciler
 from .takeover import let_go, take_over
 
@@ -47,6 +48,7 @@ log = logging.getLogger("walstream.ingest")
 _WATCH_SECONDS = 5.0
 _COMPACT_SECONDS = 30.0
 _RECONCILE_SECONDS = 60.0
+_PARTITIONS_SECONDS = 3600.0
 _HEALTHY_AFTER = 10.0  # a session that lived this long starts the backoff again from its shortest pause
 
 
@@ -270,6 +272,11 @@ class IngestSupervisor:
                 Chore("the comparison of ledger and order", reconciler.run, _RECONCILE_SECONDS),
                 Chore("the look at the ledger's table", watch.check, _WATCH_SECONDS),
                 Chore("compaction of the order", compact, _COMPACT_SECONDS),
+                Chore(
+                    "the look at the partitions",
+                    lambda: warn_of_partitions(shared.connection, self._settings.ledger),
+                    _PARTITIONS_SECONDS,
+                ),
             ],
             session.fail,
             stopping,

@@ -14,6 +14,7 @@ from walstream.config import Settings, quote
 from walstream.errors import ConfigError
 from walstream.lsn import format_lsn, parse_lsn
 
+from . import functions, schema
 from .identity import Identity, cluster_of, read_identity
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Change:
     """One thing that differs from what was recorded.
 
     Attributes:
-        what: ``environment``, ``system_identifier``, ``timeline``, ``table``, ``table_oid``, ``epoch``, ``position``.
+        what: ``environment``, ``system_identifier``, ``timeline``, ``table``, ``table_oid``, ``epoch``, ``position``,
+            ``functions``.
         recorded: the value that stands in the identity.
         found: the value that takes its place.
     """
@@ -98,6 +100,8 @@ def look(cur: Cursor, settings: Settings, *, new_epoch: bool) -> Adoption:
     changes = [Change(what, str(recorded), str(found)) for what, recorded, found in pairs if recorded != found]
     if (ahead := _position_ahead(cur, settings.namespace)) is not None:
         changes.append(Change("position", format_lsn(ahead), format_lsn(0)))
+    if stale := _stale_functions(cur, settings):
+        changes.append(Change("functions", ", ".join(stale), f"made anew for {ledger.qualified}"))
     return Adoption(tuple(changes), identity)
 
 
@@ -149,6 +153,8 @@ def adopt(conn: Connection, settings: Settings, *, new_epoch: bool) -> Adoption:
                     f"UPDATE {namespace}.commit_order SET last_lsn = '0/0', partial_inserts = NULL"
                     " WHERE last_lsn > pg_catalog.pg_current_wal_insert_lsn()"
                 )
+            if any(change.what == "functions" for change in adoption.changes):
+                cur.execute(schema.functions_sql(settings))
             return adoption
     finally:
         conn.autocommit = autocommit
@@ -165,6 +171,13 @@ def live_holder(cur: Cursor, namespace: str) -> str | None:
     )
     row = cur.fetchone()
     return None if row is None else str(row[0])
+
+
+def _stale_functions(cur: Cursor, settings: Settings) -> list[str]:
+    """Those that hold other names than the configured ones. What a newer release made is left to that release."""
+    version = schema.installed_version(cur, settings.namespace)
+    known = schema.LEDGER_VERSION <= version <= schema.migrations()[-1].version
+    return functions.stale(cur, settings) if known else []
 
 
 def _position_ahead(cur: Cursor, namespace: str) -> int | None:

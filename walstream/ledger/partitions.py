@@ -304,7 +304,12 @@ def attach_statements(ledger: LedgerTable, month: Month, owner: str | None = Non
 
 
 def move_statements(
-    ledger: LedgerTable, month: Month, default: Partition, columns: tuple[str, ...], owner: str | None = None
+    ledger: LedgerTable,
+    month: Month,
+    default: Partition,
+    columns: tuple[str, ...],
+    owner: str | None = None,
+    refresh: tuple[str, ...] = (),
 ) -> list[str]:
     """The same where the default partition holds rows of that month: they are moved, unseen by the stream, because they
     go into a table that is not part of the ledger yet. For one transaction; who writes or reads the default partition
@@ -312,6 +317,7 @@ def move_statements(
 
     Args:
         columns: all that are not generated.
+        refresh: what :func:`refresh_statements` returned.
     """
     name, created_at = month_name(ledger, month), quote(ledger.columns.created_at)
     listed = ", ".join(map(quote, columns))
@@ -321,7 +327,27 @@ def move_statements(
         f"WITH moved AS (\n    DELETE FROM {default.name} WHERE {created_at} >= '{month.low}' AND {created_at} <"
         f" '{month.high}' RETURNING *\n)\nINSERT INTO {name} ({listed}) SELECT {listed} FROM moved;",
         _attach(ledger, month),
+        *refresh,
     ]
+
+
+def refresh_statements(cur: Cursor, publication: str) -> tuple[str, ...]:
+    """What has to follow the attachment of a table that rows were written to before, so that later ones are streamed.
+
+    Before 15 a walsender that has met the table remembers that nobody publishes it, and an attachment does not make it
+    look again; a publication that is written anew does (source: ``rel_sync_cache_relation_cb`` and
+    ``publication_invalidation_cb`` in pgoutput.c, 14).
+    """
+    cur.execute(
+        "SELECT pubviaroot FROM pg_catalog.pg_publication"
+        " WHERE pubname = %s AND current_setting('server_version_num')::int < 150000",
+        (publication,),
+    )
+    row: Any = cur.fetchone()
+    if row is None:
+        return ()
+    via_root = "true" if row[0] else "false"
+    return (f"ALTER PUBLICATION {quote(publication)} SET (publish_via_partition_root = {via_root});",)
 
 
 def _beside(ledger: LedgerTable, name: str, owner: str | None) -> list[str]:
