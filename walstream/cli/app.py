@@ -25,11 +25,18 @@ if TYPE_CHECKING:
 # Each exposes `register(app: typer.Typer) -> None`. The order is the order of `walstream --help`.
 COMMANDS: Final[tuple[str, ...]] = (
     "init",
+    "migrate",
+    "partitions",
     "doctor",
     "run",
     "status",
     "import_",
     "tail",
+    "sessions",
+    "context",
+    "events",
+    "inflight",
+    "fork",
     "demo",
     "projectors",
     "parked",

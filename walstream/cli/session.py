@@ -41,14 +41,19 @@ def database(settings: Settings, command: str, options: Mapping[str, str] | None
 
 
 @contextlib.contextmanager
-def installed(settings: Settings, command: str) -> Iterator[Connection]:
+def installed(
+    settings: Settings, command: str, needed: int | None = None, options: Mapping[str, str] | None = None
+) -> Iterator[Connection]:
     """As :func:`database`, for commands that need walstream's own tables.
+
+    Args:
+        needed: the schema's version that they have to have at least; the stream's own if not given.
 
     Raises:
         ConfigError: they are not there, or too old.
     """
-    from walstream.ledger.schema import require_schema
+    from walstream.ledger.schema import REQUIRED_VERSION, require_schema
 
-    with database(settings, command) as conn:
-        require_schema(conn, settings)
+    with database(settings, command, options) as conn:
+        require_schema(conn, settings, REQUIRED_VERSION if needed is None else needed)
         yield conn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import shutil
 import stat
@@ -18,6 +17,7 @@ import typer
 from walstream.event import Event
 
 from .options import Json, takes_settings
+from .shown import one_line
 from .signals import unwinding
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ _PATIENCE: Final = 0.5  # seconds between two looks at whether anybody still rea
 
 # Colour by the first word of the event type; the rest of the taxonomy's names follow the same pattern.
 _COLOURS: Final = {"context": 34, "model": 36, "tool": 33, "handoff": 35, "task": 32}
-_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def register(app: typer.Typer) -> None:
@@ -127,19 +126,19 @@ class Line:
 
     def render(self, event: Event) -> bytes:
         """The line, with its end."""
-        agent, kind = _printable(event.agent_id), _printable(event.event_type)
+        agent, kind = one_line(event.agent_id), one_line(event.event_type)
         self._agent = max(self._agent, min(len(agent), 24))
         self._type = max(self._type, min(len(kind), 24))
         at = event.committed_at
         place = f"{event.offset:>8} " if event.offset else ""
         head = (
-            f"{place}{at.strftime('%H:%M:%S.%f')[:-3] if at else '--:--:--.---'} {_printable(event.session_id)[:8]:<8} "
+            f"{place}{at.strftime('%H:%M:%S.%f')[:-3] if at else '--:--:--.---'} {one_line(event.session_id)[:8]:<8} "
             f"{agent[: self._agent]:<{self._agent}} "
         )
         name = f"{kind[: self._type]:<{self._type}} "
         width = shutil.get_terminal_size((160, 24)).columns
         room = max(20, width - len(head) - len(name))
-        payload = _printable(event.payload_bytes[: room * 4].decode(errors="ignore"))
+        payload = one_line(event.payload_bytes[: room * 4].decode(errors="ignore"))
         if self._length(payload) > room:  # some characters are two cells wide
             payload = self._cut(payload, room - 1).rstrip() + "…"
         if self._colour:
@@ -147,11 +146,6 @@ class Line:
             head = f"\x1b[2m{head}\x1b[0m"
             name = f"\x1b[{colour}m{name}\x1b[0m" if colour else name
         return f"{head}{name}{payload}\n".encode()
-
-
-def _printable(text: str) -> str:
-    """Without what could move the cursor, colour the terminal or turn the direction of writing."""
-    return _UNPRINTABLE.sub("·", text)
 
 
 def _check_reader() -> None:

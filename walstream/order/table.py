@@ -106,14 +106,14 @@ def ordered_seqs(connection: Connection, namespace: str, seqs: Sequence[int]) ->
         WalstreamError: of the connection.
     """
     found: set[int] = set()
-    for group in _neighbours(sorted(seqs)):
+    for group in neighbours(sorted(seqs)):
         wanted = set(group)
         for segment in segments_with_seqs_between(connection, namespace, group[0], group[-1]):
             found |= wanted.intersection(segment.seqs)
     return found
 
 
-def _neighbours(ordered: Sequence[int]) -> Iterator[Sequence[int]]:
+def neighbours(ordered: Sequence[int]) -> Iterator[Sequence[int]]:
     """Cut ascending seqs where they jump: one range over both sides of a jump would touch every segment between."""
     start = 0
     for index in range(1, len(ordered) + 1):

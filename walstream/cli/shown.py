@@ -1,0 +1,62 @@
+"""What the ledger holds, made fit to be shown to a person, and moments as a person writes them."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import typer
+
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def one_line(text: str) -> str:
+    """Without what could move the cursor, colour the terminal or turn the direction of writing."""
+    return _UNPRINTABLE.sub("·", text)
+
+
+def lines(text: str, most: int | None = None) -> str:
+    """The same for text of several lines, of which the first ``most`` are kept, and a word about the rest."""
+    each = [one_line(line.expandtabs(4)) for line in text.replace("\r\n", "\n").split("\n")]
+    if most is not None and len(each) > most:
+        left = len(each) - most
+        each = [*each[:most], f"… ({left} more {'line' if left == 1 else 'lines'})"]
+    return "\n".join(each)
+
+
+def shortened(text: str, most: int) -> str:
+    """One line of at most so many characters."""
+    text = one_line(text[: most + 1])
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def moment(text: str, option: str) -> datetime:
+    """What a person means by ``2026-02-03T04:05``, ``2026-02-03 04:05:06+02:00`` or ``15m`` (ago: s, m, h, d).
+
+    Without an offset it is UTC, as everything that is shown.
+
+    Raises:
+        typer.BadParameter: it is none of these.
+    """
+    ago = _AGO.fullmatch(text.strip())
+    try:
+        if ago:
+            return datetime.now(UTC) - timedelta(seconds=float(ago[1]) * _SECONDS[ago[2]])
+        found = datetime.fromisoformat(text.strip())
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{text!r} is no time: write 2026-02-03T04:05:06, with an offset unless it is UTC, or 15m (ago)",
+            param_hint=option,
+        ) from None
+
+
+def time_of_day(text: str | None) -> str:
+    """A timestamp as Postgres prints it in UTC, to the millisecond and without the zone."""
+    if text is None:
+        return ""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,3})?\d*\+00", text)
+    return f"{found[1]}{(found[2] or '.').ljust(4, '0')}" if found else text
