@@ -90,7 +90,18 @@ class Stream:
         return add
 
     def add(self, projector: _Projector) -> _Projector:
-        """Run ``projector`` with this stream; returns it."""
+        """Run ``projector`` with this stream; returns it.
+
+        Raises:
+            ConfigError: it is none; a class, for one, and not an object of it.
+        """
+        given: object = projector  # whatever the program really gave
+        if not isinstance(given, Projector):
+            name = getattr(given, "__name__", type(given).__name__)
+            raise ConfigError(
+                f"stream.add takes a projector, and {name} is none",
+                hint=f"of a class that derives from walstream.Projector: stream.add({name}())",
+            )
         self._projectors.append(projector)
         return projector
 

@@ -47,6 +47,15 @@ def test_forgotten_parentheses_are_noticed() -> None:
     assert "@stream.on()" in raised.value.hint
 
 
+def test_a_class_is_no_projector() -> None:
+    class Meter(Projector):
+        name = "meter"
+
+    with pytest.raises(ConfigError, match="Meter is none") as raised:
+        Stream().add(Meter)  # type: ignore[type-var]
+    assert "stream.add(Meter())" in raised.value.hint
+
+
 def test_without_async_with_there_is_nothing_to_wait_for() -> None:
     with pytest.raises(ConfigError, match="not running"):
         asyncio.run(Stream().wait())
