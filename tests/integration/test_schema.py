@@ -74,6 +74,8 @@ def test_the_printed_script_makes_the_identical_schema(database: Database, odd: 
         database.execute("CREATE SCHEMA IF NOT EXISTS public")
     assert found[0] == found[1] == found[2]
     assert "append_keys" in str(found[0])
+    assert settings.ledger.snapshots in str(found[0][2])  # what the ledger's schema holds
+    assert settings.ledger.jobs in str(found[0][2])
 
 
 def test_many_installers_at_once(ledger: Database) -> None:
