@@ -316,3 +316,93 @@ def test_a_pooler_in_the_path(database: Database, slot: str) -> None:
 
 def test_own_server_is_no_provider() -> None:
     assert OWN.allow_replication('x"y') == 'ALTER ROLE "x""y" REPLICATION'
+
+
+# -- what workers and rebuilds rely on ---------------------------------------------------------------------------
+
+
+WORKER_ROUNDS: list[dict[str, Fault]] = [
+    {
+        "DROP FUNCTION walstream.append_batch": ("append functions", "failed", "walstream migrate"),
+        "GRANT EXECUTE ON FUNCTION walstream.fork TO PUBLIC": ("append privileges", "warning", "REVOKE EXECUTE"),
+        "ALTER TABLE agent_events ALTER seq DROP DEFAULT": ("sequence", "warning", "SET DEFAULT nextval"),
+        "ALTER TABLE agent_snapshots DROP COLUMN digest": ("snapshots and jobs", "failed", "ledger.snapshots"),
+    },
+    {
+        "ALTER TABLE agent_events RENAME COLUMN payload TO body": ("ledger", "failed", "[ledger.columns]"),
+        "ALTER TABLE agent_jobs RENAME TO jobs": ("snapshots and jobs", "failed", "ledger.jobs"),
+        "ALTER SEQUENCE agent_events_seq_seq OWNED BY NONE; ALTER SEQUENCE agent_events_seq_seq CACHE 7": (
+            "sequence",
+            "warning",
+            "CACHE 1",
+        ),
+    },
+]
+
+
+@pytest.mark.parametrize("faults", WORKER_ROUNDS)
+def test_what_a_worker_lacks_is_found(ledger: Database, slot: str, faults: dict[str, Fault]) -> None:
+    before = Report(ledger, slot)
+    assert {before.state(check) for check, _, _ in faults.values()} == {"ok"}
+    for statement in faults:
+        ledger.execute(statement)
+    report = Report(ledger, slot)
+    for check, state, words in faults.values():
+        assert report.state(check) == state, report.findings[check]
+        assert words in report.the(check)["fix"]
+
+
+def test_functions_of_the_former_column_names_are_found(
+    ledger: Database, slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.execute("ALTER TABLE agent_events RENAME COLUMN session_id TO thread_id")
+    monkeypatch.setenv("WALSTREAM_LEDGER__COLUMNS__SESSION_ID", "thread_id")
+    report = Report(ledger, slot)
+    assert report.failed() == ["append functions"]
+    ok("migrate", dsn=ledger.dsn)
+    assert Report(ledger, slot).failed() == []
+
+
+def test_the_owner_of_the_functions_has_to_be_able_to_insert(ledger: Database, slot: str, server: Server) -> None:
+    role = f"owner_{ledger.name[-8:]}"
+    server.execute(f"CREATE ROLE {role}")
+    try:
+        ledger.execute(f"GRANT USAGE ON SCHEMA public TO {role}; ALTER FUNCTION walstream.append OWNER TO {role}")
+        report = Report(ledger, slot)
+        assert report.failed() == ["append privileges"]
+        for finding in report.findings["append privileges"]:
+            ledger.execute(finding["fix"])
+        assert Report(ledger, slot).failed() == []
+    finally:
+        ledger.execute(f"DROP OWNED BY {role}")
+        server.execute(f"DROP ROLE {role}")
+
+
+def test_months_that_are_not_prepared(database: Database, slot: str) -> None:
+    ok("init", "--partition-by", "month", "--slot", slot, dsn=database.dsn)
+    report = Report(database, slot)
+    assert report.state("partitions ahead") == "ok"
+    assert "default partition" not in report.findings
+    leaves = [
+        name
+        for (name,) in database.execute(
+            "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'agent_events'::regclass"
+            " AND inhrelid::regclass::text <> 'agent_events_default' ORDER BY 1"
+        )
+    ]
+    for leaf in leaves[1:]:
+        database.execute(f"DROP TABLE {leaf}")
+    assert Report(database, slot).state("partitions ahead") == "warning"
+    database.execute(
+        "INSERT INTO agent_events (session_id, agent_id, event_type, payload, created_at)"
+        " VALUES (gen_random_uuid(), 'a', 'x', '{}', now() + interval '70 days')"
+    )
+    assert Report(database, slot).state("default partition") == "warning"
+    database.execute("DROP TABLE agent_events_default")
+    assert Report(database, slot).state("partitions ahead") == "warning"
+    database.execute(f"DROP TABLE {leaves[0]}")
+    report = Report(database, slot)
+    assert report.state("partitions ahead") == "failed"
+    assert "--ahead 3" in report.the("partitions ahead")["fix"]
+    ok("partitions", "--ahead", "3", dsn=database.dsn)
+    assert Report(database, slot).state("partitions ahead") == "ok"

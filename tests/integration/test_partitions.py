@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import threading
 from datetime import UTC, date, datetime
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.cli_calls import Called, call, ok
 from tests.conftest import Database
 from tests.integration.streams import Installed, Recorder, eventually
 from walstream.config import LedgerTable, Settings
+from walstream.engine.partition_watch import warn_of_partitions
 from walstream.errors import ConfigError, ExitCode
 from walstream.ledger import partitions
 from walstream.ledger.partitions import Month, PartitionBy
@@ -332,6 +332,14 @@ def test_a_partition_that_was_filled_before_it_is_attached_is_found(database: Da
         eventually(lambda: recorder.types == ["one", "prepared"], "the row that was attached")
 
 
-def doctor(database: Database, slot: str, check: str) -> list[Any]:
-    called = call("doctor", "--slot", slot, "--json", dsn=database.dsn)
-    return [each for each in called.json["checks"] if each["check"] == check]
+def test_run_says_when_less_than_a_month_is_prepared(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    stream = Installed(database, "--partition-by", "month")
+    conn = database.connect()
+    warn_of_partitions(conn, stream.settings.ledger)
+    assert caplog.text == ""
+    conn.rollback()
+    for name in named(1, 2, 3):
+        database.execute(f"DROP TABLE {name}")
+    with stream.host(Recorder()):
+        eventually(lambda: "walstream partitions --ahead 3" in caplog.text, "the warning")
+    assert "into the default partition" in caplog.text

@@ -1,10 +1,12 @@
-"""`walstream run` under a login that has REPLICATION and the documented grants, and nothing else."""
+"""`walstream run`, and an agent's worker, under logins that have the documented grants, and nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import psycopg2
 import pytest
+from psycopg2.errors import InsufficientPrivilege
 from psycopg2.extensions import make_dsn
 
 from tests.cli_calls import call, ok
@@ -93,3 +95,103 @@ def test_a_login_without_one_of_the_grants_is_told_which(database: Database, log
     called = call("doctor", "--slot", stream.settings.slot, "--json", dsn=dsn)
     (grants,) = [check for check in called.json["checks"] if check["check"] == "grants"]
     assert 'UPDATE on "walstream".generation' in grants["found"]
+
+
+@pytest.fixture
+def worker(database: Database, server: Server) -> Iterator[str]:
+    name = f"worker_{database.name[-8:]}"
+    server.execute(f"CREATE ROLE {name} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE PASSWORD 'irrelevant'")
+    yield name
+    database.execute(f"DROP OWNED BY {name}")
+    server.execute(f"DROP ROLE {name}")
+
+
+SESSION = "11111111-1111-1111-1111-111111111111"
+BATCH = f'[{{"session_id": "{SESSION}", "agent_id": "a", "event_type": "b", "payload": {{}}}}]'
+WINDOW = '{"messages": [{"role": "user", "content": "hello"}]}'
+
+
+@pytest.mark.parametrize("by", ["", "month", "hash:2"])
+def test_a_worker_appends_and_reads_and_can_write_nothing_else(database: Database, worker: str, by: str) -> None:
+    stream = Installed(database, *(("--partition-by", by) if by else ()), "--worker", worker)
+    conn = psycopg2.connect(make_dsn(database.dsn, user=worker, password="irrelevant"))
+    conn.autocommit = True
+    try:
+        with conn.cursor() as cur:
+            cur.execute("SELECT seq FROM walstream.append(%s, 'a', 'x', '{}', key => 'k')", (SESSION,))
+            cur.execute(
+                "SELECT seq FROM walstream.append(%s, 'a', 'context.loaded', %s, store_messages => true)",
+                (SESSION, WINDOW),
+            )
+            cur.execute("SELECT seq FROM walstream.append_batch(%s)", (BATCH,))
+            cur.execute("SELECT session FROM walstream.fork(%s, 1, 'a')", (SESSION,))
+            for table in (
+                *("agent_events", "agent_snapshots", "agent_jobs"),
+                *(f"walstream.{name}" for name in ("migrations", "identity", "messages", "forks", "commit_order")),
+            ):
+                cur.execute(f"SELECT count(*) FROM {table}")
+            for refused in (
+                "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
+                " VALUES (gen_random_uuid(), 'a', 'x', '{}')",
+                "UPDATE agent_events SET payload = '{}'",
+                "DELETE FROM agent_events",
+                "TRUNCATE agent_events",
+                "SELECT nextval('agent_events_seq_seq')",
+                "INSERT INTO agent_snapshots (session_id, upto_seq, context) VALUES (gen_random_uuid(), 1, '{}')",
+                "DELETE FROM walstream.messages",
+                "DELETE FROM walstream.append_keys",
+                "UPDATE walstream.generation SET generation = 9",
+                "SELECT walstream.append_one('11111111-1111-1111-1111-111111111111', 'a', 'x', '{}', 'k', false)",
+                "CREATE TABLE walstream.mine (id int)",
+            ):
+                with pytest.raises(InsufficientPrivilege):
+                    cur.execute(refused)
+    finally:
+        conn.close()
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.wait_ordered()
+        eventually(lambda: recorder.types == ["x", "context.loaded", "b", "session.forked"], "what the worker wrote")
+
+
+def test_without_the_grants_nobody_appends(database: Database, worker: str) -> None:
+    Installed(database)
+    database.execute(f"GRANT USAGE ON SCHEMA walstream TO {worker}")
+    conn = psycopg2.connect(make_dsn(database.dsn, user=worker, password="irrelevant"))
+    try:
+        with conn.cursor() as cur, pytest.raises(InsufficientPrivilege):
+            cur.execute("SELECT walstream.append(%s, 'a', 'x', '{}')", (SESSION,))
+    finally:
+        conn.close()
+
+
+def test_the_grants_can_be_printed_for_a_dba(database: Database, worker: str, login: str) -> None:
+    stream = Installed(database)
+    words = ["init", "--slot", stream.settings.slot, "--worker", worker, "--grants", login, "--sql"]
+    database.execute(ok(*words, dsn=database.dsn).stdout)
+    conn = psycopg2.connect(make_dsn(database.dsn, user=worker, password="irrelevant"))
+    try:
+        with conn, conn.cursor() as cur:
+            cur.execute("SELECT seq FROM walstream.append(%s, 'a', 'x', '{}')", (SESSION,))
+            assert cur.fetchall() == [(1,)]
+    finally:
+        conn.close()
+    called = call("init", "--slot", stream.settings.slot, "--worker", "nobody at all", dsn=database.dsn)
+    assert "no role" in called.stderr
+
+
+def test_the_login_of_run_may_write_snapshots_and_no_more(database: Database, login: str) -> None:
+    Installed(database, "--grants", login)
+    conn = psycopg2.connect(make_dsn(database.dsn, user=login, password="irrelevant"))
+    conn.autocommit = True
+    try:
+        with conn.cursor() as cur:
+            cur.execute("INSERT INTO agent_snapshots (session_id, upto_seq, context) VALUES (%s, 1, '{}')", (SESSION,))
+            cur.execute("UPDATE agent_snapshots SET quarantined_at = now()")
+            cur.execute("DELETE FROM agent_snapshots")
+            cur.execute("SELECT count(*) FROM walstream.messages, walstream.forks")
+            for refused in ("DELETE FROM walstream.messages", "SELECT walstream.append('x', 'a', 'x', '{}')"):
+                with pytest.raises(InsufficientPrivilege):
+                    cur.execute(refused)
+    finally:
+        conn.close()
