@@ -231,7 +231,7 @@ _EMPTY = """
                     SELECT format('%s public.%I', CASE relkind WHEN 'v' THEN 'VIEW IF EXISTS' ELSE 'TABLE' END, relname)
                       FROM pg_class
                      WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p', 'v')
-                       AND relname <> 'agent_events' LOOP
+                       AND relname NOT IN ('agent_events', 'agent_snapshots', 'agent_jobs') LOOP
             EXECUTE 'DROP ' || what || ' CASCADE';
         END LOOP;
         IF to_regnamespace('walstream') IS NOT NULL THEN
@@ -242,6 +242,8 @@ _EMPTY = """
             INSERT INTO walstream.generation (generation) VALUES (0);
             INSERT INTO walstream.ingest DEFAULT VALUES;
             DELETE FROM public.agent_events;
+            DELETE FROM public.agent_snapshots;
+            DELETE FROM public.agent_jobs;
             ALTER SEQUENCE public.agent_events_seq_seq RESTART;
         END IF;
     END $$"""
