@@ -138,9 +138,10 @@ class LaneFolds:
                     self._saving.save(cur, [each for each in touched.values() if due(each)], keep)
                     for gone in self._make_room(session_id):
                         touched.pop(gone, None)
-            again = [held for name in self.waiting if (held := self._held.get(name)) is not None and name not in touched]
+            for name in self.waiting & self._held.keys() - touched.keys():
+                touched[name] = self._held[name]
             self.waiting.clear()
-            self._saving.save(cur, [*(each for each in touched.values() if due(each)), *again], keep)
+            self._saving.save(cur, [each for each in touched.values() if due(each)], keep)
         except BaseException:
             # The transaction will be rolled back, and one of them may have been folded halfway.
             for session_id in touched:
