@@ -38,6 +38,8 @@ def first_difference(left: Any, right: Any) -> Difference | None:
     todo: list[tuple[str, Any, Any]] = [("", left, right)]
     while todo:
         path, one, other = todo.pop()
+        if one is other:
+            continue
         if isinstance(one, dict) and isinstance(other, dict):
             below = [
                 (f"{path}{_member(key, path)}", one.get(key, ABSENT), other.get(key, ABSENT))
@@ -48,7 +50,12 @@ def first_difference(left: Any, right: Any) -> Difference | None:
             below = [
                 (f"{path}[{n}]", one[n] if n < len(one) else ABSENT, other[n] if n < len(other) else ABSENT)
                 for n in range(length)
+                if n >= len(one) or n >= len(other) or one[n] is not other[n]
             ]
+        elif isinstance(one, str) and isinstance(other, str):
+            if one != other:
+                return Difference(path, one, other)
+            continue
         elif one is ABSENT or other is ABSENT or canonical(one) != canonical(other):
             return Difference(path, one, other)
         else:
