@@ -21,6 +21,7 @@ SESSION = sys.argv[1] if len(sys.argv) > 1 else str(uuid.uuid5(uuid.NAMESPACE_UR
 INVOICES = [["acme", 120], ["globex", 75], ["initech", 310]]
 
 TABLES = """
+SELECT pg_advisory_xact_lock(1);  -- two that start at once: one makes the tables
 CREATE TABLE IF NOT EXISTS accounts (name text PRIMARY KEY, balance bigint NOT NULL);
 CREATE TABLE IF NOT EXISTS payments (id bigserial PRIMARY KEY, session text, invoice text, amount bigint);
 INSERT INTO accounts VALUES ('ours', 1000000), ('acme', 0), ('globex', 0), ('initech', 0) ON CONFLICT DO NOTHING;

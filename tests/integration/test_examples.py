@@ -215,6 +215,46 @@ def test_follow(ledger: Database, start: type[Program]) -> None:
     assert consumer.stop() == 0
 
 
+def test_agent_loop(ledger: Database, start: type[Program]) -> None:
+    """Killed early, started twice at once, and once more when all is done (tests/chaos kills it at every step)."""
+    for seconds in (0.5, 0.7):
+        program = start("agent_loop.py")
+        time.sleep(seconds)
+        program.stop(signal.SIGKILL)
+    both = [start("agent_loop.py"), start("agent_loop.py")]
+    for program in both:
+        assert program.wait_for("paid:") == "paid: acme, globex, initech\n"
+        assert program.end() == 0
+    again = start("agent_loop.py")
+    assert again.wait_for("paid:")
+    assert again.end() == 0
+    assert ledger.execute("SELECT invoice, amount FROM payments ORDER BY id") == [
+        ("acme", 120),
+        ("globex", 75),
+        ("initech", 310),
+    ]
+    assert ledger.execute("SELECT count(*) FROM agent_events WHERE event_type = 'task.completed'") == [(1,)]
+
+
+def test_own_event_type(ledger: Database, start: type[Program]) -> None:
+    program = start("own_event_type.py", SESSION)
+    for line in (
+        "user: Find the failing test.",
+        "assistant: ['search']",
+        "tool: [no result was recorded for this call]",
+        "user: Never mind, run all of them.",
+        "notes: ['there are 12 test files'], fold version: 1+note.added=2+user.said=1",
+    ):
+        assert program.wait_for("") == f"{line}\n"
+    assert program.end() == 0
+    check = start("-m", "walstream", "fold", "check", "--fold", "own_event_type:fold")
+    assert check.wait_for("") == "pure: own_event_type:fold over 5 events of 1 sessions, hash seeds 0, 1, 2\n"
+    assert check.end() == 0
+    shown = start("-m", "walstream", "context", SESSION, "--json", WALSTREAM_FOLD="own_event_type:fold")
+    assert '"notes":["there are 12 test files"]' in shown.wait_for("messages")
+    assert shown.end() == 0
+
+
 def test_every_example_is_in_the_index_and_in_this_file() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     here = Path(__file__).read_text(encoding="utf-8")

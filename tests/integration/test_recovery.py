@@ -248,6 +248,7 @@ def test_the_callers_transaction_is_the_callers(database: Database, settings: Se
     invoke(conn, settings, where, "a")
     mine = database.connect()
     with recover(mine, where, settings=settings) as recovery:
+        assert recovery.context["pending_tools"]
         assert mine.info.transaction_status == TRANSACTION_STATUS_IDLE  # listing leaves no transaction open
         recovery.retry(recovery.calls[0])
         assert mine.info.transaction_status == TRANSACTION_STATUS_INTRANS

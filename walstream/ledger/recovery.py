@@ -102,7 +102,8 @@ class Recovery:
         Raises:
             PayloadError: an event that the fold reads cannot be parsed.
         """
-        return rebuild_context(self._conn, self.session_id, settings=self._settings, fold=self._fold)
+        with reading(self._conn):  # or the connection would sit in a transaction while a model thinks
+            return rebuild_context(self._conn, self.session_id, settings=self._settings, fold=self._fold)
 
     def retry(self, call: InFlightCall) -> InFlightCall:
         """Record that the call is tried again, as ``tool.retried``; return it with the number of this attempt.
