@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 from datetime import UTC, date, datetime
+from pathlib import Path
 
 import pytest
 
@@ -343,3 +345,73 @@ def test_run_says_when_less_than_a_month_is_prepared(database: Database, caplog:
     with stream.host(Recorder()):
         eventually(lambda: "walstream partitions --ahead 3" in caplog.text, "the warning")
     assert "into the default partition" in caplog.text
+
+
+# -- what docs/ledger.md shows ---------------------------------------------------------------------------
+
+
+def shown(words: str) -> list[str]:
+    """The statements of the SQL block in the docs that holds these words."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "ledger.md").read_text(encoding="utf-8")
+    (block,) = [found for found in re.findall(r"```sql\n(.*?)```", page, re.DOTALL) if words in found]
+    return [statement.strip() for statement in block.split(";\n") if statement.strip()]
+
+
+def run_as_shown(database: Database, statements: list[str]) -> None:
+    """In one session, each by itself, as psql does it."""
+    conn = database.connect()
+    conn.autocommit = True
+    with conn.cursor() as cur:
+        for statement in statements:
+            cur.execute(statement)
+    conn.close()
+
+
+def test_a_table_is_converted_as_the_docs_say(database: Database) -> None:
+    """Events that were written before and not yet read included; nothing is recovered, for nothing was missed."""
+    stream = Installed(database)
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.insert("read before")
+        stream.wait_ordered()
+    stream.insert("not read", "not read")
+    database.execute("UPDATE agent_events SET created_at = '2026-12-31 23:59:59+00'")
+    statements = shown("agent_events_before_pkey")
+    run_as_shown(database, statements)
+    words = ["--slot", stream.settings.slot, "--yes"]
+    assert {each["what"] for each in ok("adopt", *words, "--json", dsn=database.dsn).json["changes"]} == {"table_oid"}
+    stream.insert("converted")
+    database.execute("SELECT walstream.append('11111111-1111-1111-1111-111111111111', 'a', 'appended', '{}')")
+    database.execute(INSERT, "next year", "{}", "2027-01-01 00:00:00+00")
+    with stream.host(recorder):
+        stream.insert("running")
+        stream.wait_ordered()
+        wanted = ["read before", "not read", "not read", "converted", "appended", "next year", "running"]
+        eventually(lambda: recorder.types == wanted, "every event once, in order")
+    assert database.execute("SELECT recovered, (SELECT count(*) FROM walstream.violations) FROM walstream.ingest") == [
+        (0, 0)
+    ]
+    assert call("doctor", *words[:2], "--json", dsn=database.dsn).json["ok"]
+    assert where(database, "next year") == ["agent_events_default"]
+
+
+def test_a_month_is_taken_away_as_the_docs_say(database: Database) -> None:
+    stream = Installed(database, "--partition-by", "month")
+    attach = (
+        "CREATE TABLE agent_events_2024_01 PARTITION OF agent_events FOR VALUES FROM ('2024-01-01') TO ('2024-02-01')"
+    )
+    database.execute(attach)
+    database.execute(INSERT, "old", "{}", "2024-01-05 00:00:00+00")
+    stream.insert("new")  # overlaps: its seq lies between those of the old month
+    database.execute(INSERT, "old", "{}", "2024-01-31 23:00:00+00")
+    hot = Recorder()
+    with stream.host(hot):
+        stream.wait_ordered()
+        eventually(lambda: hot.types == ["old", "new", "old"], "all of them")
+    run_as_shown(database, shown("archived 2024-01"))
+    assert database.execute("SELECT first_seq, last_seq FROM walstream.erasures ORDER BY 1") == [(1, 1), (3, 3)]
+    cold = Recorder()
+    cold.name = "cold"
+    with stream.host(cold):
+        stream.insert("later")
+        eventually(lambda: cold.types == ["new", "later"], "a cold reader passes what was declared")

@@ -46,13 +46,15 @@ class LedgerWatch:
             if not named:
                 self.check()  # an old name in a backlog is fine as long as the table has the configured name now
             return True
+        if self._is_partition(relation.oid):
+            return True  # also under the ledger's own name: a table that was converted is a partition of it now
         if named:
             raise LedgerError(
                 f"the stream brings rows of a table called {relation.qualified} with OID {relation.oid}, but the ledger"
                 f" is the one with OID {self._table_oid}: the table was swapped or recreated",
                 hint="see `walstream doctor`; if the new table is the ledger now: `walstream adopt`",
             )
-        return self._is_partition(relation.oid)
+        return False
 
     def check(self) -> None:
         """Compare name, OID and publication.
