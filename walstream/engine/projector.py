@@ -117,7 +117,7 @@ class FunctionProjector(Projector):
     [7]
 
     Raises:
-        ConfigError: the function takes neither one nor two arguments, or an option is unknown.
+        ConfigError: the function takes neither one nor two arguments, or is a generator; or an option is unknown.
     """
 
     _OPTIONS: ClassVar[frozenset[str]] = frozenset(Projector.__annotations__)
@@ -133,6 +133,11 @@ class FunctionProjector(Projector):
         self.events = tuple(events)
         for option, value in options.items():
             setattr(self, option, value)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(
+                f"{self.name} is a generator (it says `yield`): a call of it would run nothing",
+                hint="write it as a plain or an async function",
+            )
         self.function = function
         self._with_context = _takes_context(function)
 
