@@ -49,8 +49,8 @@ class Columns(_Model):
 class LedgerTable(_Model):
     """Where the ledger stands: the table and its mapping."""
 
-    namespace: str = Field("public", description="schema of the table")
-    table: str = Field("agent_events", description="name of the table")
+    namespace: str = Field("public", min_length=1, description="schema of the table")
+    table: str = Field("agent_events", min_length=1, description="name of the table")
     columns: Columns = Columns()
     snapshots: str = Field("agent_snapshots", description="table of the snapshots, in the same schema")
     jobs: str = Field("agent_jobs", description="table of the jobs, in the same schema")

@@ -46,6 +46,12 @@ class TestDsn:
         assert load({"dsn": uri}, environ={}).dsn == uri
 
 
+def test_a_table_has_a_name() -> None:
+    for names in ({"table": ""}, {"namespace": ""}):
+        with pytest.raises(ConfigError, match="at least 1 character"):
+            load({"ledger": names}, environ={})
+
+
 class TestPrecedence:
     """Flags over environment over file over arguments."""
 
