@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings
 from walstream.errors import ConfigError
@@ -12,6 +13,11 @@ from walstream.event import Event
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
+
+    from walstream.ledger.ledger import Appended, Ledger
+
+REBUILD_SUFFIX: Final = "~rebuild"
+"""What is put behind a projector's name while it is replayed beside the live one."""
 
 
 class Context:
@@ -52,6 +58,8 @@ class Context:
         self._connection = connection
         self._cursor: Cursor | None = None
         self._done: Event | None = None
+        self._ledger: Ledger | None = None
+        self._answers: Counter[int] = Counter()
 
     @property
     def connection(self) -> Connection:
@@ -80,6 +88,65 @@ class Context:
             self._cursor = self.connection.cursor()
         return self._cursor
 
+    def append(
+        self,
+        event: Event,
+        event_type: str,
+        payload: Any,
+        *,
+        session_id: str | None = None,
+        agent_id: str | None = None,
+        name: str | None = None,
+        store_messages: bool = False,
+        replace_invalid: bool = False,
+    ) -> Appended | None:
+        """Append an event in answer to ``event``, in the transaction that also moves the projector on.
+
+        It gets a key made of the projector, the event that it answers, and ``name``, so that a replay after a reset
+        appends nothing twice. While the projector is rebuilt nothing is appended; what the live one has appended is
+        returned. The session is locked until the batch is committed: agents that append to it wait for that long.
+
+        Args:
+            session_id: of the new event; the session of ``event`` if not given.
+            agent_id: who it is from; the projector's name if not given.
+            name: tells apart several answers to one event. Without it they are counted, which holds only as long as
+                the code gives the same answers in the same order.
+            store_messages, replace_invalid: as for :meth:`walstream.Ledger.append`.
+
+        Returns:
+            What became of it; ``None`` in a rebuild if the live projector gave no such answer.
+
+        Raises:
+            ConfigError: the projector is not transactional, or its role may not append.
+            PayloadError: the payload is not what its type wants, or ``jsonb`` cannot hold it.
+            psycopg2.Error: as for whatever the projector does in the transaction.
+        """
+        connection = self.connection
+        if self._ledger is None:
+            from walstream.ledger.ledger import Ledger  # only for who appends: the models take time to load
+
+            self._ledger = Ledger(self.settings)
+        if name is None:
+            self._answers[event.seq] += 1
+            name = str(self._answers[event.seq])
+        # By seq and not by `event.key`: the epoch rises when a lossy fail-over is adopted, and here, in the same
+        # database, an answer is lost together with what it answers.
+        projector = self.projector.removesuffix(REBUILD_SUFFIX)
+        key = f"answer:{projector}:{event.seq}:{name}"
+        session = session_id or event.session_id
+        if self.rebuilding:
+            return self._ledger.find(session, key, on=connection)
+        return self._ledger.append(
+            session,
+            agent_id or projector,
+            event_type,
+            payload,
+            key=key,
+            store_messages=store_messages,
+            replace_invalid=replace_invalid,
+            on=connection,
+        )
+
     def done(self, event: Event) -> None:
         """Say that everything up to and including ``event`` is finished. Optional: if the rest of the batch then fails,
         an external projector does not get the finished ones again, and the bad one is found at once.
@@ -89,6 +156,7 @@ class Context:
     def begin(self) -> None:
         """Forget the last delivery (called by the runner)."""
         self._done = None
+        self._answers.clear()
         if self._cursor is not None and not self._cursor.closed:
             self._cursor.close()
         self._cursor = None

@@ -22,6 +22,7 @@ from walstream.errors import ConfigError, Unavailable
 from walstream.metrics import Metrics
 from walstream.source.failures import classify
 
+from .context import REBUILD_SUFFIX
 from .cursors import Cursors
 from .delivery import Delivery
 from .event_loop import LoopThread
@@ -100,7 +101,7 @@ class Rebuild:
         self._settings = settings
         self._projector = projector
         self._live = live
-        self.options = replace(live, name=f"{live.name}~rebuild", lanes=1, start=live.start)
+        self.options = replace(live, name=f"{live.name}{REBUILD_SUFFIX}", lanes=1, start=live.start)
         self._schema = quote(settings.namespace)
         self._shadow = Shadow(settings.namespace, live.name, live.tables)
         self._on_progress = on_progress
