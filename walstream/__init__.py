@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from walstream.errors import WalstreamError as WalstreamError
     from walstream.event import Event as Event
     from walstream.ledger.fold import Fold as Fold
+    from walstream.ledger.fold import add_message as add_message
     from walstream.ledger.fold import apply_event as apply_event
     from walstream.ledger.fold import sendable as sendable
     from walstream.ledger.folded_session import FoldedSession as FoldedSession
@@ -71,6 +72,7 @@ _HOMES = {
     "UnknownSession": "walstream.errors",
     "WalstreamError": "walstream.errors",
     "idempotency_key": "walstream.ledger.idempotency",
+    "add_message": "walstream.ledger.fold",
     "apply_event": "walstream.ledger.fold",
     "call_key": "walstream.ledger.inflight",
     "inflight": "walstream.ledger.inflight",

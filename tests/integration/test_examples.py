@@ -236,7 +236,8 @@ def test_agent_loop(ledger: Database, start: type[Program]) -> None:
     assert ledger.execute("SELECT count(*) FROM agent_events WHERE event_type = 'task.completed'") == [(1,)]
 
 
-def test_own_event_type(ledger: Database, start: type[Program]) -> None:
+@pytest.mark.usefixtures("ledger")
+def test_own_event_type(start: type[Program]) -> None:
     program = start("own_event_type.py", SESSION)
     for line in (
         "user: Find the failing test.",
@@ -248,7 +249,7 @@ def test_own_event_type(ledger: Database, start: type[Program]) -> None:
         assert program.wait_for("") == f"{line}\n"
     assert program.end() == 0
     check = start("-m", "walstream", "fold", "check", "--fold", "own_event_type:fold")
-    assert check.wait_for("") == "pure: own_event_type:fold over 5 events of 1 sessions, hash seeds 0, 1, 2\n"
+    assert check.wait_for("") == "pure: own_event_type:fold over 5 events of 1 session, hash seeds 0, 1, 2\n"
     assert check.end() == 0
     shown = start("-m", "walstream", "context", SESSION, "--json", WALSTREAM_FOLD="own_event_type:fold")
     assert '"notes":["there are 12 test files"]' in shown.wait_for("messages")

@@ -86,9 +86,8 @@ def check(
         for each in findings:
             console.say(str(each))
     else:
-        console.say(
-            f"pure: {name} over {len(events):,} events of {count:,} sessions, hash seeds {', '.join(HASH_SEEDS)}"
-        )
+        extent = f"{len(events):,} events of {count:,} {'session' if count == 1 else 'sessions'}"
+        console.say(f"pure: {name} over {extent}, hash seeds {', '.join(HASH_SEEDS)}")
     if not events:
         console.note("there was nothing to fold, which proves nothing")
     if findings:

@@ -8,6 +8,8 @@ network, no environment, nothing that outlives the call. Only then does a replay
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -15,6 +17,7 @@ from walstream.errors import ConfigError, PayloadError
 from walstream.event import parse_payload
 
 from .messages import Context as Context
+from .messages import add_message as add_message
 from .messages import sendable as sendable
 from .taxonomy_folds import TAXONOMY, empty_context
 
@@ -209,7 +212,7 @@ def load_fold(settings: Settings) -> Fold:
 
 
 def import_fold(name: str) -> Fold:
-    """The fold that ``package.module:name`` stands for.
+    """The fold that ``package.module:name`` stands for; the working directory is searched, too, as a last resort.
 
     Raises:
         ConfigError: it cannot be imported, or is no ``Fold``.
@@ -217,10 +220,16 @@ def import_fold(name: str) -> Fold:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise ConfigError(f"{name!r} does not name a fold", hint="write it as package.module:name")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the fold {name} cannot be imported: {error}", hint="is it on the PYTHONPATH?") from error
+        raise ConfigError(
+            f"the fold {name} cannot be imported: {error}",
+            hint="start walstream in the folder that the module is in, or install it",
+        ) from error
     if not isinstance(found, Fold):
         raise ConfigError(f"{name} is a {type(found).__name__}, not a walstream.Fold")
     return found

@@ -101,7 +101,7 @@ def _child(
     ``show`` the canonical text of the context after that event instead."""
     strides = [stride or stride_of(session) for session in sessions]
     job = {"fold": fold, "sessions": list(sessions), "strides": strides, "everything": everything, "show": show}
-    path = [os.getcwd(), *(each for each in sys.path if each)]
+    path = [each for each in sys.path if each]
     done = subprocess.run(
         [sys.executable, "-m", "walstream.testing.purity_process"],
         input=pickle.dumps(job),
