@@ -75,7 +75,7 @@ class Shown:
         seq = ORDER[offset - 1]
         ((text,),) = self.database.execute("SELECT payload::text FROM agent_events WHERE seq = %s", seq)
         head = {"offset": offset, "seq": seq, "session_id": SESSION, "agent_id": "a", "event_type": TYPES[seq]}
-        return json.dumps(head)[:-1] + f', "payload": {text}}}\n'
+        return json.dumps(head, separators=(",", ":"))[:-1] + f', "payload": {text}}}\n'
 
     def prove(self, claimed: int = 6, outages: tuple[tuple[int, int], ...] = ()) -> Proof:
         connection = psycopg2.connect(self.database.dsn)

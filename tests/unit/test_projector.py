@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -147,6 +148,20 @@ def test_a_function_gets_what_it_takes(kind: str, second: Any) -> None:
 def test_a_function_that_takes_neither_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be called"):
         FunctionProjector(lambda: None)
+
+
+def test_a_generator_is_refused() -> None:
+    """A call of it runs nothing, and every event would count as done."""
+
+    def lazy(event: Event) -> Iterator[int]:
+        yield event.offset
+
+    async def lazy_async(event: Event) -> AsyncIterator[int]:
+        yield event.offset
+
+    for function in (lazy, lazy_async):
+        with pytest.raises(ConfigError, match=r"^lazy(_async)? is a generator"):
+            FunctionProjector(function)
 
 
 def test_what_a_function_has_done_is_noted() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import walstream
-from walstream import ConfigError, Event, FunctionProjector, Projector, Stream
+from walstream import ConfigError, Event, FunctionProjector, Projector, Stream, Subscription
+from walstream.config import Settings
 
 
 def test_what_is_added_runs_in_that_order() -> None:
@@ -104,3 +107,12 @@ def test_the_configuration_wins_over_the_program(monkeypatch: pytest.MonkeyPatch
         "environment",
         3,
     )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"after": "earliest"}, {"after": -1}, {"after": True}, {"sessions": "id"}, {"event_types": "a.b"}]
+)
+def test_a_subscription_from_nowhere_is_refused(wrong: dict[str, Any]) -> None:
+    """A string of sessions would be taken letter by letter, and no event would ever come."""
+    with pytest.raises(ConfigError, match=re.escape(repr(next(iter(wrong.values())))) + "|single string"):
+        Subscription(Settings(dsn="postgresql:///nowhere"), **wrong)

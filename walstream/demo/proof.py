@@ -12,14 +12,14 @@ left out: an event that committed while the consumer was dead waited for its res
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from walstream.config import LedgerTable, Settings, quote
+from walstream.errors import LedgerError
 from walstream.ledger.json_lines import parse_event
 from walstream.lsn import parse_lsn
 from walstream.order.segment import decode_body
@@ -27,6 +27,9 @@ from walstream.order.segment import decode_body
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
+
+
+_PLACE: Final = re.compile(rb'\{"offset":([0-9]+),"seq":(-?[0-9]+),')  # how JsonLinesFile begins a line
 
 
 @dataclass(slots=True)
@@ -286,8 +289,10 @@ def _lines(file: Path) -> Iterator[tuple[Any, ...]]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             event = parse_event(line)
-            place = orjson.loads(line)
-            yield (number, place["offset"], place["seq"], *event)
+            place = _PLACE.match(line)  # no parser: a payload may be deeper than one goes
+            if place is None:
+                raise LedgerError(f"{file}:{number}: a line that does not begin with offset and seq")
+            yield (number, int(place[1]), int(place[2]), *event)
 
 
 def _copy(cur: Cursor, table: str, rows: Iterable[Sequence[Any]]) -> None:

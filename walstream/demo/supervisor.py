@@ -144,7 +144,7 @@ class Demo:
 
     def keep(self) -> None:
         """Leave server and folder behind."""
-        self.stop_command = f"kill -INT {self.server.pid}; sleep 2; rm -r {self.server.data_dir.parent}"
+        self.stop_command = f"kill -INT {self.server.pid}; sleep 2; rm -rf {self.server.data_dir.parent}"
         self.server.keep()
         self._stack.pop_all()
 

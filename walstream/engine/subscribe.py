@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg2
 
 from walstream.config import Settings, load
-from walstream.errors import LedgerError, WalstreamError
+from walstream.errors import ConfigError, LedgerError, WalstreamError
 from walstream.event import Event
 from walstream.ledger.identity import check_identity
 from walstream.ledger.schema import require_schema
@@ -51,6 +51,9 @@ class Subscription:
         event_types, sessions: which events; empty means all.
         after: see :func:`subscribe`.
         follow: whether to wait for more at the end of the order.
+
+    Raises:
+        ConfigError: ``after`` is neither an offset nor ``"latest"``, or a single string stands where several belong.
     """
 
     def __init__(
@@ -62,6 +65,13 @@ class Subscription:
         after: int | Literal["latest"] = 0,
         follow: bool = True,
     ) -> None:
+        if after != "latest" and (isinstance(after, bool) or not isinstance(after, int) or after < 0):
+            raise ConfigError(
+                f"after={after!r} is no place to begin", hint='an offset (0 for the beginning), or "latest"'
+            )
+        for name, given in (("event_types", event_types), ("sessions", sessions)):
+            if isinstance(given, str):  # a collection of its letters, and no event has one of those
+                raise ConfigError(f"{name} is a single string", hint=f"{name}=[{given!r}]")
         self._settings = settings
         self._types = frozenset(name.encode() for name in event_types)
         self._sessions = frozenset(session.encode() for session in sessions)

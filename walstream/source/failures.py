@@ -302,7 +302,13 @@ KINDS: Final[tuple[Kind, ...]] = (
         # has just asked for TLS.
         bare=r"could not fork new process|error response during SSL exchange",
     ),
-    Kind("privilege", ConfigError, "docs/operations.md has the grants that walstream needs", states=("42501",)),
+    Kind(
+        "privilege",
+        ConfigError,
+        "a privilege is missing: docs/operations.md, "
+        '"Roles and grants", has what each command needs, and `walstream init --grants ROLE` what `walstream run` does',
+        states=("42501",),
+    ),
     Kind("not set up", ConfigError, _INIT_HINT, states=("42P01", "3F000", "42703", "42883", "42704")),
     Kind("damaged", LedgerError, "the server reports damaged data; see its log", states=("XX001", "XX002")),
 )
