@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 import pytest
+from psycopg2.extensions import parse_dsn
 from psycopg2.extras import Json
 
 from tests.conftest import Database
@@ -254,6 +256,39 @@ def test_own_event_type(start: type[Program]) -> None:
     shown = start("-m", "walstream", "context", SESSION, "--json", WALSTREAM_FOLD="own_event_type:fold")
     assert '"notes":["there are 12 test files"]' in shown.wait_for("messages")
     assert shown.end() == 0
+
+
+def uri(ledger: Database) -> str:
+    """The database as a URI, the one form that every driver takes."""
+    parts = dict(parse_dsn(ledger.dsn))
+    login = quote(parts.pop("user")) + (f":{quote(parts.pop('password'))}" if "password" in parts else "")
+    return f"postgresql://{login}@/{quote(parts.pop('dbname'))}?{urlencode(parts)}"
+
+
+@pytest.mark.parametrize(
+    ("example", "table"),
+    [
+        ("append_psycopg2", "bookings"),
+        ("append_psycopg3", "bookings"),
+        ("append_asyncpg", "bookings"),
+        ("append_sqlalchemy", "flight_bookings"),
+        ("append_django", "trips_booking"),
+    ],
+)
+def test_append_and_side_effect_commit_together(
+    ledger: Database, start: type[Program], example: str, table: str
+) -> None:
+    program = start(f"{example}.py", WALSTREAM_DSN=uri(ledger))
+    assert program.wait_for("seq") == "appended as seq 1\n"
+    assert program.end() == 0
+    again = start(f"{example}.py", WALSTREAM_DSN=uri(ledger))
+    assert again.wait_for("seq") == "was there already as seq 1\n"
+    assert again.end() == 0
+    # The event and its effect are rows of one transaction.
+    assert ledger.execute(
+        "SELECT e.session_id = b.session_id, e.xmin = b.xmin, e.event_type, b.flight"
+        f" FROM agent_events AS e, {table} AS b"
+    ) == [(True, True, "tool.observed", "LH 400")]
 
 
 def test_every_example_is_in_the_index_and_in_this_file() -> None:
