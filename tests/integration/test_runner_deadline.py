@@ -119,7 +119,7 @@ def test_a_stop_ends_the_transaction_of_what_hangs(world: World) -> None:
     group = world.start(Hanging("p", deadline=300.0))
     assert stuck.wait(10)
     assert not group.stop(0.2)
-    assert open_transactions(world) == 0
+    eventually(lambda: open_transactions(world) == 0)  # the signal is sent; the server process ends a moment later
     release.set()
 
 
