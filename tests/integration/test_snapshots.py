@@ -17,6 +17,7 @@ from tests.conftest import Server
 from tests.ledger_oracle import check
 from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream import ConfigError, Context, PayloadError, rebuild_context
+from walstream.errors import LedgerError
 from walstream.ledger.canonical import canonical
 from walstream.ledger.fold import BUILTIN, Fold
 from walstream.ledger.settling import Settling
@@ -426,6 +427,17 @@ def test_what_comes_late_into_a_parent_takes_the_snapshots_of_its_forks_back(wor
     writer.run()
     assert rows(world, "jsonb_array_length(context -> 'handoffs')", session=child) == [3]
     check(world.connection, world.settings)
+
+
+def test_a_session_that_goes_on_from_itself_is_an_error_that_says_so(world: World) -> None:
+    one, two = SESSIONS[:2]
+    for session, parent in ((one, two), (two, one)):
+        world.insert("session.forked", session=session, payload={"parent_session": parent, "at_seq": 100})
+    with pytest.raises(LedgerError, match="goes on from itself"):
+        rebuilt(world, one)
+    world.insert("session.forked", session=SESSIONS[3], payload={"parent_session": SESSIONS[4], "at_seq": 100})
+    with pytest.raises(LedgerError, match="has no event of that session"):
+        rebuilt(world, SESSIONS[3])
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from walstream.errors import LedgerError
 
 from .fold import Context, Fold, Foldable, FoldEvent, load_fold
 from .snapshots import SnapshotTable
-from .stored_rows import Messages, of_session, parent_of, plain_cursor, stored_rows
+from .stored_rows import Messages, Parent, of_session, parent_of, plain_cursor, stored_rows
 
 
 def rebuild_context(
@@ -58,11 +58,13 @@ def context_at(
     *,
     of: Foldable | None = None,
     snapshots: SnapshotTable | None = None,
+    parents: list[Parent] | None = None,
 ) -> Context:
     """As :func:`rebuild_context`. The line of parents may be of any length.
 
     Args:
         snapshots: where to begin from; from the first event if not given.
+        parents: takes the parents whose rows were read.
         of: the ``session.forked`` whose parent this is; a parent without any event is then an error.
     """
     with of_session(session_id), contextlib.ExitStack() as opened, plain_cursor(conn) as cur:
@@ -87,6 +89,10 @@ def context_at(
                 session.anything = True
                 parent = parent_of(event)
                 if parent is not None:
+                    if any(each.of is not None and each.of.seq == event.seq for each in line):
+                        raise _ring(event)
+                    if parents is not None:
+                        parents.append(parent)
                     line.append(begin(*parent, event))
                     break
                 fold.apply(session.context, messages.put_back(cur, event))
@@ -126,4 +132,12 @@ def parent_gone(event: Foldable) -> LedgerError:
         f"session {event.session_id} goes on from session {payload['parent_session']} at seq {payload['at_seq']}"
         f" (its event with seq {event.seq} says so), and the ledger has no event of that session up to there",
         hint="a fork cannot be rebuilt without its parent: restore the parent's events",
+    )
+
+
+def _ring(event: Foldable) -> LedgerError:
+    return LedgerError(
+        f"session {event.session_id} goes on from itself: its session.forked with seq {event.seq} names a parent whose"
+        " events, up to there, come back to it",
+        hint="only rows that were not written by walstream's fork can say so; such a session has no context",
     )

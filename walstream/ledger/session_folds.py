@@ -27,7 +27,7 @@ from .session_rows import expand
 from .settling import Settling
 from .snapshot_saving import SnapshotSaving
 from .snapshots import Snapshot, SnapshotTable
-from .stored_rows import Messages, event_of, parent_of, streamed
+from .stored_rows import Messages, Parent, event_of, streamed
 
 log = logging.getLogger("walstream.snapshots")
 
@@ -197,10 +197,19 @@ class LaneFolds:
     def _apply(self, cur: Cursor, session: FoldedSession, event: Foldable, refers: bool, size: int) -> None:
         event_type = event.event_type
         if refers:
-            parent = parent_of(event)
-            if parent is not None and parent.at_seq > self.mark:
-                session.pending_fork = parent.at_seq
-            event = expand(cur, self.settings, self.fold, event, messages=self._messages, snapshots=self.table)
+            parents: list[Parent] = []
+            event = expand(
+                cur,
+                self.settings,
+                self.fold,
+                event,
+                messages=self._messages,
+                snapshots=self.table,
+                parents=parents,
+            )
+            highest = max((parent.at_seq for parent in parents), default=LOWEST)
+            if highest > self.mark:
+                session.pending_fork = highest
         self.fold.apply(session.context, event)
         session.note(event.seq, event_type, size, ends=event_type in self._ends)
 

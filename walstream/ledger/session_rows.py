@@ -16,7 +16,7 @@ from walstream.config import Settings
 from .fold import Fold, Foldable, load_fold
 from .rebuild import context_at, with_parent
 from .snapshots import SnapshotTable
-from .stored_rows import Messages, parent_of, plain_cursor, stored_rows
+from .stored_rows import Messages, Parent, parent_of, plain_cursor, stored_rows
 
 
 def read_session(
@@ -57,18 +57,23 @@ def expand(
     *,
     messages: Messages | None = None,
     snapshots: SnapshotTable | None = None,
+    parents: list[Parent] | None = None,
 ) -> Foldable:
     """One event with what it refers to; most are returned as they are.
 
     Args:
         messages: keeps stored messages from one event to the next.
         snapshots: where a parent may begin from; from its first event if not given.
+        parents: takes the parents that were read: the event's own, and whatever that goes on from.
 
     Raises:
         LedgerError: what it refers to is gone.
         PayloadError: the parent cannot be folded.
     """
     parent = parent_of(event)
-    if parent is not None:
-        return with_parent(event, context_at(cur.connection, settings, fold, *parent, of=event, snapshots=snapshots))
-    return (messages or Messages(settings)).put_back(cur, event)
+    if parent is None:
+        return (messages or Messages(settings)).put_back(cur, event)
+    parents = [] if parents is None else parents
+    parents.append(parent)
+    context = context_at(cur.connection, settings, fold, *parent, of=event, snapshots=snapshots, parents=parents)
+    return with_parent(event, context)

@@ -27,7 +27,7 @@ from walstream.event import parse_payload
 from .canonical import digest
 from .fold import Context, FoldEvent
 from .schema import fill, names
-from .stored_rows import ROW, event_of, streamed
+from .stored_rows import HIGHEST, ROW, event_of, streamed
 
 log = logging.getLogger("walstream.snapshots")
 
@@ -79,8 +79,6 @@ WITH RECURSIVE line AS (
     SELECT f.session_id FROM line JOIN $namespace.forks AS f ON f.parent_id = line.session_id
 )
 SELECT session_id::text FROM line ORDER BY 1"""
-
-_HIGHEST: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ class SnapshotTable:
         Raises:
             ConfigError: the table is not there, or may not be read.
         """
-        upto = _HIGHEST if upto_seq is None else upto_seq
+        upto = HIGHEST if upto_seq is None else upto_seq
         while True:
             with reading_snapshots():
                 cur.execute(self.sql(_USABLE), {"session": session_id, "version": self.version, "upto": upto})
@@ -165,7 +163,7 @@ class SnapshotTable:
             "session": session_id,
             "settled": snapshot.settled_seq,
             "covered": snapshot.upto_seq,
-            "upto": _HIGHEST if upto_seq is None else upto_seq,
+            "upto": HIGHEST if upto_seq is None else upto_seq,
         }
         with streamed(conn, self.sql(_ROWS_AFTER), values) as rows:
             counted = int(next(rows)[5])

@@ -24,6 +24,9 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _CACHED_BYTES: Final = 4 * 1024 * 1024
 _numbers = itertools.count(1)
 
+HIGHEST: Final = (1 << 63) - 1
+"""No seq is higher."""
+
 ROW: Final = "$seq, $session_id::text, $agent_id::text, $event_type::text, $payload::text"
 """The columns of which :func:`event_of` makes an event."""
 
@@ -115,8 +118,8 @@ def parent_of(event: Foldable) -> Parent | None:
     parent, at_seq = payload.get("parent_session"), payload.get("at_seq")
     if not isinstance(parent, str) or not isinstance(at_seq, int) or isinstance(at_seq, bool):
         return None
-    # What is later than the fork itself cannot be in it. Rows that name each other as parents so come to an end, too.
-    return Parent(parent, min(at_seq, event.seq - 1))
+    # Not limited to what is before the fork: where sessions keep numbers in stock, its own seq may be lower.
+    return Parent(parent, min(at_seq, HIGHEST))
 
 
 class Messages:
