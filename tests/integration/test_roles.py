@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import psycopg2
@@ -12,8 +13,9 @@ from psycopg2.extensions import make_dsn
 from tests.cli_calls import call, ok
 from tests.conftest import Database, Server
 from tests.integration.streams import Installed, Recorder, eventually
-from walstream import Context, Event, Projector
+from walstream import Context, Event, Ledger, Projector, rebuild_context, recover
 from walstream.order.compaction import Compactor
+from walstream.projectors.snapshot_writer import SnapshotWriter
 from walstream.source.connection import connect
 
 
@@ -193,5 +195,48 @@ def test_the_login_of_run_may_write_snapshots_and_no_more(database: Database, lo
             for refused in ("DELETE FROM walstream.messages", "SELECT walstream.append('x', 'a', 'x', '{}')"):
                 with pytest.raises(InsufficientPrivilege):
                     cur.execute(refused)
+    finally:
+        conn.close()
+
+
+@pytest.mark.parametrize("by", ["", "month"])
+def test_a_session_is_written_snapshotted_and_recovered_with_these_grants(
+    database: Database, login: str, worker: str, by: str
+) -> None:
+    """The snapshot writer under the login of `run`; append, rebuild, recovery, forks and reading under a worker's."""
+    ways = ("--partition-by", by) if by else ()
+    stream = Installed(database, *ways, "--grants", login, "--worker", worker)
+    dsn = str(make_dsn(database.dsn, user=worker, password="irrelevant"))
+    ledger = Ledger(stream.settings)
+    conn = psycopg2.connect(dsn)
+    call_of = {"id": "c1", "type": "function", "function": {"name": "pay", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call_of]}
+    try:
+        with conn:
+            ledger.append(SESSION, "a", "context.loaded", json.loads(WINDOW), store_messages=True, on=conn)
+            ledger.append(SESSION, "a", "model.responded", {"message": asked}, on=conn)
+            invoked = {"call_id": "c1", "name": "pay", "arguments": {}}
+            ledger.append(SESSION, "a", "tool.invoked", invoked, on=conn)
+        writer = make_dsn(database.dsn, user=login, password="irrelevant")
+        with stream.host(SnapshotWriter(every_events=1), dsn=writer):
+            stream.wait_ordered()
+            eventually(lambda: database.execute("SELECT max(upto_seq) FROM agent_snapshots") == [(3,)], "a snapshot")
+        context = rebuild_context(conn, SESSION, settings=stream.settings)
+        assert [message["content"] for message in context["messages"]][:1] == ["hello"]
+        assert rebuild_context(conn, SESSION, settings=stream.settings, snapshots=False) == context
+        with recover(conn, SESSION, settings=stream.settings) as recovery:
+            (open_call,) = recovery.calls
+            assert recovery.retry(open_call).attempt == 2
+        conn.commit()
+        for words in (
+            ["sessions"],
+            ["events", SESSION],
+            ["context", SESSION],
+            ["context", SESSION, "--at-offset", "2"],
+            ["context", SESSION, "--at-time", "2100-01-01"],
+            ["inflight", SESSION],
+            ["fork", SESSION, "--at", "2"],
+        ):
+            ok(*words, "--json", "--slot", stream.settings.slot, dsn=dsn)
     finally:
         conn.close()
