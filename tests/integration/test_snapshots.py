@@ -481,6 +481,19 @@ def test_verify_puts_away_what_differs_and_makes_again_what_another_version_made
     assert ok("verify", "--snapshots", "--session", lied, "--json", dsn=dsn).json["right"] == 1
 
 
+def test_a_snapshot_of_what_was_archived_is_used_and_not_put_away(world: World) -> None:
+    writer = Driver(world, every_events=1)
+    world.add("handoff.emitted")
+    writer.run()
+    world.execute("INSERT INTO walstream.erasures (first_seq, last_seq, reason) VALUES (1, 1, 'archived')")
+    world.execute("DELETE FROM agent_events")
+    world.add("handoff.emitted")
+    assert len(rebuilt(world)["handoffs"]) == 2
+    found = ok("verify", "--snapshots", "--json", dsn=world.database.dsn).json
+    assert (found["erased"], found["quarantined"]) == (1, [])
+    assert len(rebuilt(world)["handoffs"]) == 2
+
+
 def test_verify_has_to_be_told_what(world: World) -> None:
     called = call("verify", dsn=world.database.dsn)
     assert called.exit_code == 2

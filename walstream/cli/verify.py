@@ -77,3 +77,5 @@ def _show(found: Verified) -> None:
         f" fold were made again, {found.superseded:,} are superseded by an event that came later,"
         f" {len(found.quarantined):,} were put away"
     )
+    if found.erased:
+        console.say(f"{found.erased:,} cannot be judged: events up to there are declared gone")

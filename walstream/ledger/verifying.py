@@ -34,6 +34,7 @@ _QUARANTINE: Final = """
 UPDATE $snapshots SET quarantined_at = now(), quarantine_note = %(why)s
  WHERE session_id = %(session)s AND upto_seq = %(seq)s AND digest IS NOT DISTINCT FROM %(digest)s
    AND fold_version = %(version)s AND quarantined_at IS NULL"""
+_ERASED: Final = "SELECT 1 FROM $namespace.erasures WHERE first_seq <= %(seq)s LIMIT 1"
 _REPLACE: Final = """
 UPDATE $snapshots
    SET context = %(context)s::jsonb, digest = %(new)s, fold_version = %(fold)s, unsettled = %(unsettled)s,
@@ -66,6 +67,8 @@ class Verified:
         rebuilt: of another version of the fold, and made again.
         superseded: that lack an event with a lower seq which came later; the writer drops them, and no rebuild uses
             them.
+        erased: that say something else, where rows up to there are declared gone (archived, erased): which is right
+            cannot be told any more, and they stay.
         quarantined: that said something else, and were put away.
         failed: what could not be verified.
     """
@@ -74,6 +77,7 @@ class Verified:
     right: int = 0
     rebuilt: int = 0
     superseded: int = 0
+    erased: int = 0
     quarantined: list[Finding] = field(default_factory=list)
     failed: list[Finding] = field(default_factory=list)
 
@@ -189,6 +193,10 @@ class Verification:
             self._found.superseded += 1
             return
         if why is None and digest(context) != snapshot.digest:
+            cur.execute(self._sql(_ERASED), {"seq": snapshot.seq})
+            if cur.fetchone() is not None:
+                self._found.erased += 1
+                return
             why = "the fold from zero comes to something else"
         if why is None:
             self._found.right += 1
