@@ -113,7 +113,7 @@ def reads(context: Context, _event: Foldable) -> None:
         context["text"] = file.readline()
 
 
-@impure("pathlib.Path.exists")
+@impure("exists")
 def looks(context: Context, _event: Foldable) -> None:
     context["there"] = Path("/etc").exists()
 

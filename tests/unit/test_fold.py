@@ -305,11 +305,11 @@ def test_events_of_the_stream_can_be_folded_too() -> None:
 
 
 def test_a_payload_that_cannot_be_parsed_is_a_problem_only_if_it_is_read() -> None:
-    deep = ("[" * 7000 + "]" * 7000).encode()
+    huge = b'{"call_id": "a", "result": ' + b"7" * 5000 + b"}"
     context = BUILTIN.empty()
-    apply_event(context, FoldEvent(8, "s", "a", "somebody.elses", deep))
+    apply_event(context, FoldEvent(8, "s", "a", "somebody.elses", huge))
     with pytest.raises(PayloadError, match=r"tool\.observed with seq 9 of session s"):
-        apply_event(context, FoldEvent(9, "s", "a", "tool.observed", deep))
+        apply_event(context, FoldEvent(9, "s", "a", "tool.observed", huge))
 
 
 # -- an application's own types --------------------------------------------------------------------------

@@ -54,7 +54,9 @@ _C_FUNCTIONS: Final[dict[str, frozenset[str] | None]] = {
     "gc": None,
     "_random": None,
 }
-_HARMLESS: Final = frozenset({("posix", "fspath"), ("nt", "fspath"), ("time", "struct_time")})
+_HARMLESS: Final = frozenset(  # they look at nothing but their arguments
+    {"fspath", "struct_time", "_path_splitroot", "_path_splitroot_ex", "_path_normpath"}
+)
 
 # Python functions by the package that they are in.
 _PACKAGES: Final = frozenset(
@@ -190,7 +192,7 @@ def _c_call(function: Any) -> str | None:
     if isinstance(owner, ModuleType):
         module = owner.__name__
         names = _C_FUNCTIONS.get(module, frozenset())
-        if (names is None or name in names) and (module, name) not in _HARMLESS:
+        if (names is None or name in names) and name not in _HARMLESS:
             return f"{'os' if module in ('posix', 'nt') else module.removeprefix('_')}.{name}".replace("builtins.", "")
     elif isinstance(owner, type):
         if name in _CLOCKS and issubclass(owner, datetime.date):
@@ -203,16 +205,12 @@ def _c_call(function: Any) -> str | None:
 
 def _locate(frame: FrameType | None, name: str) -> Forbidden | None:
     """Whose call it was: the innermost code that is not the standard library's. ``None``: of an import statement."""
+    if _importing(frame):
+        return None
     what = name
     at = frame
-    while at is not None:
-        file = at.f_code.co_filename
-        if file.startswith("<frozen importlib"):
-            return None
-        if not is_stdlib(file):
-            break
-        module = at.f_globals.get("__name__") or ""
-        what = f"{module}.{at.f_code.co_qualname}"
+    while at is not None and is_stdlib(at.f_code.co_filename):
+        what = f"{at.f_globals.get('__name__') or ''}.{at.f_code.co_qualname}"
         at = at.f_back
     if at is None or at.f_code.co_filename.startswith(_OWN + os.sep + "purity"):
         return Forbidden(name, "unknown")
@@ -221,6 +219,15 @@ def _locate(frame: FrameType | None, name: str) -> Forbidden | None:
     elif name == "os.environ":
         what = name
     return Forbidden(what, f"{at.f_code.co_filename}:{at.f_lineno} in {at.f_code.co_qualname}")
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import is at work: it reads files, once, and hooks of others may take part in it."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_OWN + os.sep + "purity"):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_stdlib(file: str) -> bool:
