@@ -277,6 +277,20 @@ def order_of_a_set(context: Context, event: Foldable) -> None:
 
 
 @impure()
+def order_of_a_set_late(context: Context, event: Foldable) -> None:
+    if event.seq > 1333:
+        context["words"] = list({"some", "words", "of", "a", "note"})
+
+
+@impure()
+def shares_late(context: Context, event: Foldable) -> None:
+    if event.seq == 1300:
+        context["first"] = context["second"] = []
+    if event.seq == 1333:
+        context["first"].append(event.seq)
+
+
+@impure()
 def hash_of_a_string(context: Context, event: Foldable) -> None:
     context["bucket"] = hash(event.payload["text"]) % 1000
 

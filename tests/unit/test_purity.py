@@ -184,6 +184,15 @@ def test_long_sessions_are_compared_in_places_and_then_exactly() -> None:
     assert (finding.kind, finding.seq) == ("different result", fault)
 
 
+def test_so_are_restored_ones_and_those_of_other_hash_seeds() -> None:
+    events = notes(*("x" for _ in range(3 * CHECKPOINTS + 1)))
+    (finding,) = check_fold(FOLDS["shares_late"], events)
+    assert (finding.kind, finding.seq) == ("different result after a restore", 1333)
+    (finding,) = check_fold("tests.impure_folds:fold_order_of_a_set_late", events)
+    assert (finding.kind, finding.seq) == ("different result with another hash seed", 1334)
+    assert finding.message.startswith("context.words[")
+
+
 def test_a_payload_that_nobody_can_read_is_not_the_folds_fault() -> None:
     assert check_fold(BUILTIN, [make_event(1, "tool.observed", payload_text="[" * 7000 + "]" * 7000)]) == []
 

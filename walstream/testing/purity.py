@@ -30,6 +30,7 @@ from .purity_runs import (
     by_session,
     check,
     different,
+    fine_from,
     recorded,
     stride_of,
     unequal,
@@ -82,7 +83,8 @@ def check_fold(
 def _by_seed(fold: str, session: Session, seeds: tuple[str, str], coarse: int) -> Finding:
     place = coarse
     if stride_of(session) > 1:
-        (one,), (two,) = (_child(fold, seed, [session], stride=1)[1] for seed in seeds)
+        until, fine = session[: coarse + 1], fine_from(coarse, stride_of(session))
+        (one,), (two,) = (_child(fold, seed, [until], stride=stride_of(session), fine=fine)[1] for seed in seeds)
         place = unequal(one, two) if one != two else coarse
     left, right = (_child(fold, seed, [session], show=place)[1] for seed in seeds)
     return different(session, place, "different result with another hash seed", left, right)
@@ -95,12 +97,19 @@ def _child(
     *,
     everything: bool = False,
     stride: int | None = None,
+    fine: int | None = None,
     show: int | None = None,
 ) -> tuple[list[Finding], Any]:
-    """Fold in a process with this hash seed: findings (with ``everything``), and the digests of each session; with
-    ``show`` the canonical text of the context after that event instead."""
-    strides = [stride or stride_of(session) for session in sessions]
-    job = {"fold": fold, "sessions": list(sessions), "strides": strides, "everything": everything, "show": show}
+    """Fold in a process with this hash seed: findings (with ``everything``), and the digests of each session (see
+    :func:`walstream.testing.purity_runs.digests`); with ``show`` the canonical text of the context after that event."""
+    job = {
+        "fold": fold,
+        "sessions": list(sessions),
+        "strides": [stride or stride_of(session) for session in sessions],
+        "everything": everything,
+        "fine": fine,
+        "show": show,
+    }
     path = [each for each in sys.path if each]
     done = subprocess.run(
         [sys.executable, "-m", "walstream.testing.purity_process"],

@@ -31,14 +31,15 @@ def _answer(job: dict[str, Any]) -> Any:
         return error
     sessions = job["sessions"]
     if job["show"] is not None:
-        return [], text_at(fold, sessions[0], job["show"])
+        return [], text_at(fold, sessions[0], job["show"], job["strides"][0])
     findings = []
     if job["everything"]:
         audit_this_process()
         findings = check(fold, sessions)
         if findings:
             return findings, []
-    return findings, [digests(fold, each, stride) for each, stride in zip(sessions, job["strides"], strict=True)]
+    both = zip(sessions, job["strides"], strict=True)
+    return findings, [digests(fold, each, stride, fine=job["fine"]) for each, stride in both]
 
 
 if __name__ == "__main__":

@@ -97,36 +97,41 @@ def stride_of(session: Session) -> int:
     return max(1, len(session) // CHECKPOINTS)
 
 
-def digests(fold: Fold, session: Session, stride: int, *, restore: bool = False) -> dict[int, bytes]:
+def digests(
+    fold: Fold, session: Session, stride: int, *, restore: bool = False, fine: int | None = None
+) -> dict[int, bytes]:
     """Place of an event -> digest of the context after it; ends early where the fold raises.
 
     Args:
-        stride: compare after so many events, and at the end.
+        stride: look after so many events, and at the end.
         restore: write the context down at each of these places and go on with what is read back.
+        fine: look at every event from this place on, and at none before it.
     """
-    found = {}
-    for place, context in _contexts(fold, session, stride, restore):
-        found[place] = digest(context)
-    return found
+    return {
+        place: digest(context)
+        for place, context in _contexts(fold, session, stride, restore, fine)
+        if fine is None or place >= fine
+    }
 
 
-def text_at(fold: Fold, session: Session, place: int, *, restore: bool = False) -> bytes:
-    """Canonical text of the context after the event at ``place``."""
-    text = b""
-    for at, context in _contexts(fold, session[: place + 1], 1 if restore else place + 1, restore):
+def text_at(fold: Fold, session: Session, place: int, stride: int, *, restore: bool = False, fine: int = 0) -> bytes:
+    """Canonical text of the context after the event at ``place``; empty where the fold raises before."""
+    for at, context in _contexts(fold, session[: place + 1], stride, restore, fine):
         if at == place:
-            text = canonical(context)
-    return text
+            return canonical(context)
+    return b""
 
 
-def _contexts(fold: Fold, session: Session, stride: int, restore: bool) -> Iterator[tuple[int, Context]]:
+def _contexts(
+    fold: Fold, session: Session, stride: int, restore: bool, fine: int | None
+) -> Iterator[tuple[int, Context]]:
     context = fold.empty()
     for place, event in enumerate(session):
         try:
             fold.apply(context, event.fresh())
         except Exception:
             return
-        if place % stride == 0 or place == len(session) - 1:
+        if place % stride == 0 or place == len(session) - 1 or (fine is not None and place >= fine):
             yield place, context
             if restore:
                 context = parse_payload(canonical(context))
@@ -163,12 +168,21 @@ def different(session: Session, place: int, kind: str, left: bytes, right: bytes
 
 
 def _different(fold: Fold, session: Session, *, restore: bool, coarse: int) -> Finding:
-    one = digests(fold, session, 1)
-    other = digests(fold, session, 1, restore=restore)
+    stride = stride_of(session)
+    fine = fine_from(coarse, stride)
+    one = digests(fold, session[: coarse + 1], stride, fine=fine)
+    other = digests(fold, session[: coarse + 1], stride, restore=restore, fine=fine)
     place = unequal(one, other) if one != other else coarse
     kind = "different result after a restore" if restore else "different result"
-    left, right = text_at(fold, session, place), text_at(fold, session, place, restore=restore)
+    left = text_at(fold, session, place, stride, fine=fine)
+    right = text_at(fold, session, place, stride, restore=restore, fine=fine)
     return different(session, place, kind, left, right)
+
+
+def fine_from(coarse: int, stride: int) -> int:
+    """The first place that has to be looked at, if contexts differ at ``coarse`` and did not where they were compared
+    before."""
+    return max(0, (coarse - 1) // stride * stride + 1) if coarse else 0
 
 
 def guarded(fold: Fold, sessions: Sequence[Session]) -> list[Finding]:
