@@ -155,7 +155,7 @@ def test_the_newest_sessions_are_found_without_reading_the_ledger(database: Data
     database.execute(
         "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
         " SELECT md5((n / 100)::text)::uuid, 'a', 'tool.invoked', jsonb_build_object('call_id', n)"
-        " FROM generate_series(0, 99999) n"
+        " FROM generate_series(0, 49999) n"
     )
     database.execute("ANALYZE agent_events")
     conn = database.connect()
@@ -359,6 +359,24 @@ def test_context_keeps_every_digit(database: Database, write: Writer) -> None:
     raw = ok("context", write.session, "--json", dsn=database.dsn).stdout
     assert "12345678901234567890123" in raw
     assert "0.1234567890123456789" in raw
+
+
+def test_a_payload_that_cannot_be_folded_is_named_and_the_rest_can_be_read(database: Database, write: Writer) -> None:
+    """C06."""
+    before = write.say("hello")
+    database.execute(
+        "INSERT INTO agent_events (session_id, agent_id, event_type, payload) VALUES"
+        " (%s, 'a', 'tool.observed', ('{\"call_id\": ' || repeat('[', 7000) || repeat(']', 7000) || '}')::jsonb)",
+        write.session,
+    )
+    bad = database.execute("SELECT max(seq) FROM agent_events")[0][0]
+    called = call("context", write.session, "--json", dsn=database.dsn)
+    assert called.exit_code == 6
+    assert called.error["error"] == "PayloadError"
+    assert f"seq {bad} of session {write.session}" in called.error["message"]
+    assert "hello" in ok("context", write.session, "--at", str(before), dsn=database.dsn).stdout
+    assert ok("sessions", "--json", dsn=database.dsn).json[0]["events"] == 2
+    assert ok("inflight", write.session, "--json", dsn=database.dsn).json == []
 
 
 def test_contexts_in_many_shapes_are_shown(database: Database, write: Writer) -> None:
