@@ -103,7 +103,8 @@ class LaneFolds:
         self._ends: frozenset[str] = frozenset()
         self.waiting: set[str] = set()
         """Sessions whose snapshot is due, and has to wait for their parent to settle."""
-        self.mark = 0
+        self._mark = 0
+        self._asked = False
 
     def take(
         self,
@@ -127,7 +128,7 @@ class LaneFolds:
         self._ends = frozenset(ends)
         touched: dict[str, FoldedSession] = {}
         try:
-            self.mark = self._settling.advance(cur)
+            self._asked = False
             fresh = self._fresh(cur, events)
             for event in events:
                 session_id = event.session_id
@@ -149,6 +150,14 @@ class LaneFolds:
             for event in events:
                 self.forget(event.session_id)
             raise
+
+    def mark(self, cur: Cursor) -> int:
+        """Up to which seq all is settled, for statements that begin after this call. Looked up once a batch, and only
+        when it is needed: it is a look at all locks of the server."""
+        if not self._asked:
+            self._asked = True
+            self._mark = self._settling.advance(cur)
+        return self._mark
 
     def check(self, cur: Cursor) -> None:
         """Look whether the table of snapshots can be used.
@@ -198,6 +207,7 @@ class LaneFolds:
         event_type = event.event_type
         if refers:
             parents: list[Parent] = []
+            mark = self.mark(cur) if event_type == "session.forked" else 0
             event = expand(
                 cur,
                 self.settings,
@@ -208,7 +218,7 @@ class LaneFolds:
                 parents=parents,
             )
             highest = max((parent.at_seq for parent in parents), default=LOWEST)
-            if highest > self.mark:
+            if highest > mark:
                 session.pending_fork = highest
         self.fold.apply(session.context, event)
         session.note(event.seq, event_type, size, ends=event_type in self._ends)

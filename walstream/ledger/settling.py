@@ -69,7 +69,7 @@ SELECT DISTINCT l.virtualtransaction FROM pg_catalog.pg_locks AS l
    AND l.pid IS DISTINCT FROM pg_catalog.pg_backend_pid()
 """
 
-_INTERVAL: Final = 0.02  # seconds between two looks at all locks of the server
+_INTERVAL: Final = 0.05  # seconds between two looks at all locks of the server
 
 
 @dataclass(frozen=True, slots=True)

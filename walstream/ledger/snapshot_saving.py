@@ -59,16 +59,17 @@ class SnapshotSaving:
         lane = self._lane
         if not sessions:
             return
+        mark = lane.mark(cur)
         self.lock(cur)
         ready = []
         for session in sessions:
-            if session.pending_fork is not None and session.pending_fork > lane.mark:
+            if session.pending_fork is not None and session.pending_fork > mark:
                 lane.waiting.add(session.session_id)  # what the parent gives may still change
                 continue
             if session.pending_fork is not None or session.epoch != lane.shared.epoch:
                 lane.load_again(cur, session)
             ready.append(session)
-        self._complete(cur, ready)
+        self._complete(cur, ready, mark)
         made = [snapshot for session in ready if (snapshot := self._snapshot(session)) is not None]
         saved = self._store(cur, made)
         for snapshot in made:
@@ -82,7 +83,7 @@ class SnapshotSaving:
         if saved:
             lane.table.trim(cur, saved, keep)
 
-    def _complete(self, cur: Cursor, sessions: Sequence[FoldedSession]) -> None:
+    def _complete(self, cur: Cursor, sessions: Sequence[FoldedSession], mark: int) -> None:
         """Fold sessions again that lack rows which are there by now, and note what has settled."""
         if not sessions:
             return
@@ -100,7 +101,7 @@ class SnapshotSaving:
             if counted[place] != len(session.young):
                 self._lane.load_again(cur, session)
             # The mark was there before the statement that counted (or read): up to it, nothing else can appear.
-            session.settle(self._lane.mark)
+            session.settle(mark)
 
     def _snapshot(self, session: FoldedSession) -> NewSnapshot | None:
         session.events = session.bytes = 0
