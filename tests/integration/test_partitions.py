@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import threading
+import time
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -287,15 +289,17 @@ def test_no_event_is_lost_while_partitions_come_and_go(database: Database) -> No
         ]
         insert("attached", middle(6), "now", middle(4))
 
-        # A transaction that is open over the attachment, with rows before and after it.
         held = call("partitions", "--ahead", "6", "--json", dsn=database.dsn).json["held"]
         assert held[0]["rows"] == 2
+        for each in held:
+            run_as_shown(database, each["sql"])
+
+        # A transaction that is open over an attachment, with rows before and after it.
         writer = database.connect()
         with writer.cursor() as cur:
             cur.execute(INSERT, ("over", payload, middle(0)))
-            for each in held:
-                database.execute("".join(each["sql"][1:-1]))
-            cur.execute(INSERT, ("over", payload, middle(4)))
+            assert ok("partitions", "--ahead", "7", "--json", dsn=database.dsn).json["made"]
+            cur.execute(INSERT, ("over", payload, middle(7)))
         writer.commit()
         insert("moved", middle(4), middle(5))
         assert where(database, "moved") == named(4, 5)
@@ -415,3 +419,51 @@ def test_a_month_is_taken_away_as_the_docs_say(database: Database) -> None:
     with stream.host(cold):
         stream.insert("later")
         eventually(lambda: cold.types == ["new", "later"], "a cold reader passes what was declared")
+
+
+@pytest.mark.slow
+def test_partitions_are_made_under_writers_and_a_running_consumer(database: Database) -> None:
+    """Writers never stop, into months that are there, that come, and that nobody made; partitions are made and rows
+    moved out of the default one all the while. Every row is delivered once, and no writer got an error."""
+    stream = Installed(database, "--partition-by", "month")
+    recorder = Recorder()
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    written = [0] * 3
+
+    def write(number: int) -> None:
+        chosen = random.Random(number)
+        conn = database.connect()
+        try:
+            while not stop.is_set():
+                with conn, conn.cursor() as cur:
+                    for _ in range(chosen.randrange(1, 4)):
+                        cur.execute(INSERT, (f"w{number}", "{}", middle(chosen.choice([0, 0, 0, 1, 4, 5, 6, 7, 20]))))
+                        written[number] += 1
+                time.sleep(chosen.random() * 0.01)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(len(written))]
+    moved = 0
+    with stream.host(recorder):
+        for thread in threads:
+            thread.start()
+        for ahead in (4, 5, 6, 7):
+            time.sleep(1)
+            held = call("partitions", "--ahead", str(ahead), "--json", dsn=database.dsn).json["held"]
+            for each in held:
+                moved += each["rows"]
+                run_as_shown(database, each["sql"])
+        time.sleep(1)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        stream.wait_ordered()
+        eventually(lambda: len(recorder.got) == sum(written), "everything is delivered")
+    assert errors == []
+    assert moved > 0
+    assert len({event.seq for event in recorder.got}) == sum(written)
+    assert names(database) == [*named(0, 1, 2, 3, 4, 5, 6, 7), "agent_events_default"]
+    assert database.execute("SELECT count(*) FROM walstream.violations") == [(0,)]
+    assert database.execute("SELECT recovered FROM walstream.ingest") == [(0,)]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from walstream.config import quote
 from walstream.errors import ConfigError
-from walstream.ledger import functions, partitions, schema
+from walstream.ledger import functions, partition_layout, schema
 from walstream.ledger.existing import check_existing, missing_columns
 
 from .checks import Exam, Finding
@@ -184,7 +184,7 @@ def _default_sequence(exam: Exam) -> tuple[Any, ...] | None:
 
 def partitions_ahead(exam: Exam) -> Iterator[Finding]:
     with exam.conn.cursor() as cur:
-        layout = partitions.look(cur, exam.settings.ledger)
+        layout = partition_layout.look(cur, exam.settings.ledger)
     if layout is None or not layout.by_time:
         return
     default, until = layout.default, layout.prepared_until()

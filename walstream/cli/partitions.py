@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
 
     from walstream.config import Settings
-    from walstream.ledger.partitions import Layout
+    from walstream.ledger.partition_layout import Layout
 
 LOCK_TIMEOUT: Final = "2s"
 """Attaching a partition waits for who uses the default one, and makes everybody wait who comes to that meanwhile."""
@@ -100,7 +100,7 @@ def _layout(cur: Cursor, settings: Settings, ahead: int | None) -> Layout:
     Raises:
         ConfigError: it is not, or there is nothing to make ahead.
     """
-    from walstream.ledger.partitions import look
+    from walstream.ledger.partition_layout import look
 
     ledger = settings.ledger
     layout = look(cur, ledger)
@@ -178,6 +178,7 @@ def _next(settings: Settings, conn: Connection, ahead: int, outcome: Outcome, *,
 
 def _first_missing(cur: Cursor, settings: Settings, ahead: int, outcome: Outcome) -> tuple[str, list[str]] | None:
     """The name of the first partition that is to be made, and how; notes what stands in the way of others."""
+    from walstream.ledger import partition_layout
     from walstream.ledger import partitions as ledger_partitions
 
     ledger = settings.ledger
@@ -185,16 +186,18 @@ def _first_missing(cur: Cursor, settings: Settings, ahead: int, outcome: Outcome
     cur.execute("SELECT current_user::text")
     row: Any = cur.fetchone()
     owner = None if layout.owner == row[0] else layout.owner
-    missing, partly = ledger_partitions.missing_months(cur, layout, ahead)
+    missing, partly = partition_layout.missing_months(cur, layout, ahead)
     outcome.partly = {str(month): names for month, names in partly.items()}
     for month in missing:
         name = ledger_partitions.month_name(ledger, month)
         if name in outcome.made or str(month) in outcome.held:
             continue
         default = layout.default
-        rows = 0 if default is None else ledger_partitions.rows_in_default(cur, ledger, default, month)
+        rows = 0 if default is None else partition_layout.rows_in_default(cur, ledger, default, month)
         if default is None or not rows:
-            outcome.scripts[str(month)] = ledger_partitions.attach_statements(ledger, month, owner)
+            outcome.scripts[str(month)] = ledger_partitions.attach_statements(
+                ledger, month, owner, hold_writers=default is not None and month.first == layout.present.replace(day=1)
+            )
             return name, outcome.scripts[str(month)]
         columns = _stored_columns(cur, settings)
         refresh = ledger_partitions.refresh_statements(cur, settings.publication)
@@ -285,7 +288,7 @@ def _show(settings: Settings, layout: Layout, outcome: Outcome, ahead: int | Non
     for month, rows in outcome.held.items():
         console.say(
             f"not made: {month}, because {rows:,} rows of it stand in the default partition. This moves them, unseen by"
-            " the stream; who uses the default partition waits meanwhile:"
+            " the stream; who appends waits meanwhile:"
         )
         for statement in ("BEGIN;", *outcome.scripts[month], "COMMIT;"):
             console.say("    " + statement.replace("\n", "\n    "))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings, quote
 from walstream.errors import ConfigError, SlotError
-from walstream.ledger import functions, partitions, schema
+from walstream.ledger import functions, partition_layout, partitions, schema
 from walstream.ledger.existing import check_existing
 from walstream.ledger.identity import (
     Cluster,
@@ -28,7 +28,8 @@ from walstream.ledger.identity import (
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
-    from walstream.ledger.partitions import Layout, PartitionBy
+    from walstream.ledger.partition_layout import Layout
+    from walstream.ledger.partitions import PartitionBy
     from walstream.source.facts import ServerFacts, SlotFacts
     from walstream.source.table_facts import TableFacts
 
@@ -99,7 +100,7 @@ def look(
     with conn.cursor() as cur:
         version = schema.installed_version(cur, settings.namespace)
         identity = read_identity(cur, settings.namespace) if version else None
-        layout = partitions.look(cur, settings.ledger)
+        layout = partition_layout.look(cur, settings.ledger)
         cur.execute("SELECT (now() AT TIME ZONE 'UTC')::date")
         row: Any = cur.fetchone()
         today = row[0]

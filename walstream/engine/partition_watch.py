@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psycopg2
 
 from walstream.config import LedgerTable
-from walstream.ledger.partitions import look
+from walstream.ledger.partition_layout import look
 from walstream.source.failures import classify
 
 if TYPE_CHECKING:
