@@ -14,9 +14,8 @@ LANGUAGE plpgsql AS $walstream_body$
 #variable_conflict use_variable
 DECLARE
     ranks CONSTANT text[] := ARRAY['off', 'local', 'remote_write', 'on', 'remote_apply'];
-    asked text := coalesce(current_setting('walstream.durability', true), '');
-    current text;
-    wanted text;
+    current CONSTANT text := current_setting('synchronous_commit');
+    before CONSTANT text := coalesce(current_setting('walstream.durability_before', true), '');
     actual bigint;
 BEGIN
     IF job IS NOT NULL OR token IS NOT NULL THEN
@@ -35,22 +34,13 @@ BEGIN
         RAISE EXCEPTION 'walstream: durability is on, local or off, not %', durability
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    current := current_setting('synchronous_commit');
-    IF asked = '' THEN
-        wanted := coalesce(durability, current);
+    IF before = '' THEN
         PERFORM set_config('walstream.durability_before', current, true);
-    ELSE
-        wanted := coalesce(durability, current_setting('walstream.durability_before'));
-        IF array_position(ranks, wanted) < array_position(ranks, asked) THEN
-            wanted := asked;
+        IF durability <> current THEN
+            PERFORM set_config('synchronous_commit', durability, true);
         END IF;
-    END IF;
-    IF wanted <> asked THEN
-        PERFORM set_config('walstream.durability', wanted, true);
-    END IF;
-    -- Only the first may lower it: what the caller has set since then for himself is not taken back.
-    IF array_position(ranks, wanted) > array_position(ranks, current) OR asked = '' AND wanted <> current THEN
-        PERFORM set_config('synchronous_commit', wanted, true);
+    ELSIF array_position(ranks, coalesce(durability, before)) > array_position(ranks, current) THEN
+        PERFORM set_config('synchronous_commit', coalesce(durability, before), true);
     END IF;
 END
 $walstream_body$;
