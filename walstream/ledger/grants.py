@@ -13,6 +13,7 @@ from typing import Final
 
 from walstream.config import Settings, quote
 
+from .identity import literal
 from .schema import LEDGER_VERSION
 
 # The privileges on each of walstream's tables. FOR SHARE on the fencing row needs UPDATE on it (documentation, SELECT,
@@ -71,6 +72,7 @@ def grant_statements(settings: Settings, role: str) -> list[str]:
         *_usage(settings, grantee),
         *(f"GRANT {privileges} ON {table} TO {grantee};" for table, privileges in run_privileges(settings).items()),
         f"GRANT SELECT ON {settings.ledger.qualified} TO {grantee};",
+        _sequence(settings, grantee),
     ]
 
 
@@ -92,6 +94,17 @@ def worker_statements(settings: Settings, role: str) -> list[str]:
         # Without arguments: each of these names is one function, whatever arguments a release has given it.
         *(f"GRANT EXECUTE ON FUNCTION {namespace}.{name} TO {grantee};" for name in WORKER_FUNCTIONS),
     ]
+
+
+def _sequence(settings: Settings, grantee: str) -> str:
+    """The statement that lets the snapshot writer see which number was drawn last (``walstream.ledger.settling``).
+
+    Where the column has no sequence of its own it grants nothing, and snapshots are exact without it.
+    """
+    table, column = settings.ledger.qualified, settings.ledger.columns.seq
+    found = f"pg_catalog.pg_get_serial_sequence({literal(table)}, {literal(column)})"
+    grant = f"'GRANT SELECT ON SEQUENCE ' || {found} || {literal(f' TO {grantee}')}"
+    return f"DO $walstream$ BEGIN IF {found} IS NOT NULL THEN EXECUTE {grant}; END IF; END $walstream$;"
 
 
 def _usage(settings: Settings, grantee: str) -> list[str]:
