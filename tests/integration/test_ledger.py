@@ -29,6 +29,7 @@ from walstream.config import Settings
 from walstream.errors import ConfigError
 from walstream.ledger import ledger as ledger_module
 from walstream.ledger import schema
+from walstream.ledger.json_values import MAX_DEPTH, MAX_INTEGER_DIGITS
 from walstream.payloads import TAXONOMY, ContextLoaded, ToolInvoked, ToolObserved
 
 A, B = "00000000-0000-4000-8000-00000000000a", "00000000-0000-4000-8000-00000000000b"
@@ -379,6 +380,43 @@ def test_an_empty_batch_sends_nothing_and_a_huge_one_is_refused(monkeypatch: pyt
     monkeypatch.setattr(ledger_module, "MAX_BATCH_BYTES", 1000)
     with pytest.raises(PayloadError, match="the most is 1000"):
         ledger.append_batch([Draft(A, "agent", "note", {"text": "x" * 100})] * 10, on=Untouched())
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_the_limits_are_those_of_postgres(installed: Database) -> None:
+    """What is just let through arrives as it was; what is just refused would have been refused by the server, too,
+    but for depth and integers, where Python's own limits come first."""
+    ledger, on = Ledger(Settings()), installed.connect()
+    edge = [
+        nested(MAX_DEPTH),
+        10**MAX_INTEGER_DIGITS - 1,
+        Decimal("1e-16383"),
+        Decimal("9" * 131_072 + "." + "9" * 16_383),
+        Decimal("-0.00"),
+        Decimal("0e999999"),
+        5e-324,
+        -1.7976931348623157e308,
+        {"": "\x01\x7f\u2028\ufffe\U0010ffff"},
+    ]
+    for number, value in enumerate(edge):
+        done = ledger.append(A, "agent", "note", value, key=f"edge {number}", on=on)
+        again = ledger.append(A, "agent", "note", None, key=f"edge {number}", on=on)
+        assert (again.seq, again.appended) == (done.seq, False)
+        if isinstance(value, int | float | Decimal):
+            assert Decimal(str(again.stored)) == Decimal(str(value))
+        else:
+            assert again.stored == value
+    on.commit()
+    for text in ("1e131072", "1e-16384", f"{'9' * 131_073}.5", '"\\u0000"', '"\\ud800"', "NaN"):
+        with on.cursor() as cur, pytest.raises(psycopg2.DataError):
+            cur.execute("SELECT %s::jsonb", (text,))
+        on.rollback()
 
 
 def test_payloads_of_models_and_of_unknown_types() -> None:
