@@ -98,7 +98,7 @@ def shelf(server: Server) -> Any:
     database.drop()
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(value=values)
 @example(value={"n": HUGE})
 @example(value=[HUGE + Decimal("0.5"), -HUGE, 10**700, Decimal(10**5000)])
@@ -109,7 +109,7 @@ def test_the_text_is_a_fixed_point_of_postgres(shelf: Any, value: Any) -> None:
     assert canonical(parse_payload(shelf(text))) == text
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(value=values)
 def test_so_is_the_value_however_it_was_written(shelf: Any, value: Any) -> None:
     def plain(each: Any) -> Any:

@@ -37,12 +37,14 @@ def in_flight(events: list[FoldEvent]) -> dict[str, int]:
     return found
 
 
+@settings(max_examples=50)
 @given(histories)
 def test_what_is_pending_is_what_nothing_answered(events: list[FoldEvent]) -> None:
     pending = BUILTIN.fold(events)["pending_tools"]
     assert {call_id: call["seq"] for call_id, call in pending.items()} == in_flight(events)
 
 
+@settings(max_examples=50)
 @given(histories, st.data())
 def test_a_context_that_was_written_down_goes_on_like_the_one_that_was_not(
     events: list[FoldEvent], data: st.DataObject
@@ -92,6 +94,7 @@ messages = st.one_of(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(messages, max_size=8), histories)
 @example([{"role": "tool", "tool_call_id": "a", "content": "1"}], [])
 def test_whatever_was_loaded_stands_there_exactly_and_what_is_sent_is_valid(
