@@ -279,9 +279,10 @@ def test_append_and_side_effect_commit_together(ledger: Database, start: type[Pr
         program = start(f"{example}.py", WALSTREAM_DSN=uri(ledger))
         assert program.wait_for("seq") == f"appended as seq {seq}\n"
         assert program.end() == 0
-        again = start(f"{example}.py", WALSTREAM_DSN=uri(ledger))
-        assert again.wait_for("seq") == f"was there already as seq {seq}\n"
-        assert again.end() == 0
+        if example in ("append_psycopg2", "append_asyncpg"):  # of the others, test_ledger.py knows it
+            again = start(f"{example}.py", WALSTREAM_DSN=uri(ledger))
+            assert again.wait_for("seq") == f"was there already as seq {seq}\n"
+            assert again.end() == 0
         # The event and its effect are rows of one transaction.
         assert ledger.execute(
             "SELECT e.seq, e.xmin = b.xmin, e.event_type, b.flight"
