@@ -13,6 +13,7 @@ MODULES = (
     "walstream.stream",
     "walstream.engine.projector",
     "walstream.engine.context",
+    "walstream.ledger.idempotency",
     "walstream.testing.events",
     "walstream.testing.faulty",
     "walstream.testing.memory",
