@@ -45,7 +45,11 @@ def payloads() -> list[str]:
     said = {"message": {"role": "assistant", "content": "z" * 120, "tool_calls": calls}}
     bodies: dict[str, Any] = {
         "context.loaded": {"messages": WINDOW},
-        "model.requested": {"model": "m-1", "parameters": {"temperature": 0.2}, "prompt_hash": "0" * 64},
+        "model.requested": {
+            "model": "m-1",
+            "parameters": {"temperature": 0.2},
+            "prompt_hash": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        },
         "model.responded": said,
         "tool.invoked": call,
         "tool.observed": {"call_id": "c", "result": {"found": ["w" * 120]}},

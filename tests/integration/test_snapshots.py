@@ -198,6 +198,7 @@ def test_what_was_not_committed_is_forgotten(world: World) -> None:
     writer.connection.rollback()
     assert rows(world) == []
     writer.run(batch=1)
+    assert rows(world) == [2]
     writer.projector.project(events, Context("snapshot-writer", connection=writer.connection, settings=world.settings))
     writer.connection.commit()
     assert rows(world, "upto_seq, jsonb_array_length(context -> 'handoffs')") == [(2, 2)]
@@ -401,6 +402,27 @@ def test_a_fork_is_saved_once_its_parent_has_settled(world: World) -> None:
     writer.run()
     assert rows(world, "jsonb_array_length(context -> 'handoffs')", session=child) == [3]
     assert rows(world, "jsonb_array_length(context -> 'handoffs')", session=grandchild) == [3]
+    check(world.connection, world.settings)
+
+
+def test_what_comes_below_what_was_settled_takes_the_snapshots_back(world: World) -> None:
+    world.add("handoff.emitted")
+    drawn = world.execute("SELECT nextval('agent_events_seq_seq')")[0][0]  # under no lock: nobody can know
+    world.add("handoff.emitted")
+    writer = Driver(world, every_events=1)
+    writer.run(batch=1)
+    assert rows(world, "upto_seq, settled_seq >= 2") == [(1, False), (3, True)]
+    world.execute(
+        "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload)"
+        " VALUES (%s, %s, 'a', 'handoff.emitted', '{}')",
+        drawn,
+        SESSIONS[0],
+    )
+    assert len(rebuilt(world)["handoffs"]) == 2  # the limit: until the writer has seen it
+    world.order([drawn])
+    writer.run()
+    assert len(rebuilt(world)["handoffs"]) == 3
+    assert rows(world, "upto_seq, jsonb_array_length(context -> 'handoffs')") == [(1, 1), (3, 3)]
     check(world.connection, world.settings)
 
 
