@@ -50,7 +50,7 @@ def test_accepted(database: Database, slot: str) -> None:
         insert_rows(database, 2)
         assert assert_every_row_once(database, slot) == ([1, 2, 3], [4, 5]), columns
         database.execute("SELECT pg_drop_replication_slot(%s)", slot)
-        database.execute("DROP PUBLICATION walstream; DROP SCHEMA walstream CASCADE; DROP TABLE agent_events")
+        database.execute("DROP PUBLICATION walstream; DROP SCHEMA walstream, public CASCADE; CREATE SCHEMA public")
 
 
 REFUSED: list[tuple[dict[str, str], str, str]] = [
