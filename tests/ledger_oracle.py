@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psycopg2.extensions
 from psycopg2.extensions import connection as Connection
 
-from walstream.config import Settings
+from walstream.config import Settings, quote
 from walstream.event import parse_payload
 from walstream.ledger.canonical import canonical
 from walstream.ledger.fold import BUILTIN, Context, Fold, FoldEvent
@@ -26,11 +26,11 @@ class Oracle:
         self._fold = fold
         self._rows: dict[str, list[FoldEvent]] = {}
         self._messages: dict[tuple[str, str], object] = {}
-        columns = settings.ledger.columns
+        seq, session_id, agent_id, event_type, payload, _ = map(quote, settings.ledger.columns.names())
         with conn.cursor(cursor_factory=psycopg2.extensions.cursor) as cur:
             cur.execute(
-                f"SELECT {columns.seq}, {columns.session_id}::text, {columns.agent_id}, {columns.event_type},"
-                f" {columns.payload}::text FROM {settings.ledger.qualified} ORDER BY {columns.seq}"
+                f"SELECT {seq}, {session_id}::text, {agent_id}, {event_type},"
+                f" {payload}::text FROM {settings.ledger.qualified} ORDER BY {seq}"
             )
             for seq, session, agent, event_type, payload in cur.fetchall():
                 self._rows.setdefault(session, []).append(FoldEvent(seq, session, agent, event_type, payload.encode()))

@@ -13,16 +13,20 @@ import pytest
 from psycopg2.extensions import connection as Connection
 
 from tests.cli_calls import call, ok
-from tests.conftest import Server
+from tests.conftest import Database, Server
 from tests.ledger_oracle import check
 from tests.runner_world import SESSIONS, World, eventually, world_on
-from walstream import ConfigError, Context, PayloadError, rebuild_context
+from walstream import ConfigError, Context, Event, PayloadError, rebuild_context
+from walstream.config import Settings
 from walstream.errors import LedgerError
 from walstream.ledger.canonical import canonical
 from walstream.ledger.fold import BUILTIN, Fold
+from walstream.ledger.schema import install
 from walstream.ledger.settling import Settling
 from walstream.ledger.snapshots import NewSnapshot, SnapshotTable
+from walstream.ledger.verifying import Verification
 from walstream.projectors.snapshot_writer import SnapshotWriter
+from walstream.testing import make_event
 
 
 @pytest.fixture
@@ -547,3 +551,76 @@ def test_rebuilds_need_no_utf8_no_tuples_and_no_autocommit(world: World) -> None
         assert [each["w"] for each in found["handoffs"]] == ["Grüße", "é"]
         conn.close()
     assert json.loads(canonical(rebuilt(world, upto_seq=1)))["handoffs"] == [{"w": "Grüße"}]
+
+
+# -- other ledgers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_partitioned_ledger_with_names_of_its_own_and_ids_of_text(database: Database) -> None:
+    database.execute(
+        """
+        CREATE SCHEMA "a%b";
+        CREATE TABLE "a%b"."my events" ("no %s" bigserial, thread text NOT NULL, who text NOT NULL, what text NOT NULL,
+            "data" json NOT NULL, at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY ("no %s", thread))
+            PARTITION BY HASH (thread);
+        CREATE INDEX ON "a%b"."my events" (thread, "no %s");
+        CREATE TABLE "a%b".p0 PARTITION OF "a%b"."my events" FOR VALUES WITH (MODULUS 2, REMAINDER 0);
+        CREATE TABLE "a%b".p1 PARTITION OF "a%b"."my events" FOR VALUES WITH (MODULUS 2, REMAINDER 1)"""
+    )
+    columns = {"seq": "no %s", "session_id": "thread", "agent_id": "who", "event_type": "what", "payload": "data"}
+    ledger = {"namespace": "a%b", "table": "my events", "columns": {**columns, "created_at": "at"}}
+    settings = Settings.model_validate({"dsn": database.dsn, "ledger": ledger})
+    install(database.connect(), settings)
+    sessions = ["it's", "50 %", 'a "b" \\', "ü"]
+    reader, other, offset = database.connect(), database.connect(), 0
+    reader.autocommit = True
+    ctx = Context("snapshot-writer", connection=database.connect(), settings=settings)
+    writer = SnapshotWriter(every_events=2, keep=2, memory_bytes=1)
+    insert = (
+        "INSERT INTO \"a%%b\".\"my events\" (thread, who, what, data) VALUES (%s, 'w', 'handoff.emitted', %s)"
+        ' RETURNING "no %%s"'
+    )
+
+    def add(conn: Connection, session: str) -> Event:
+        nonlocal offset
+        with conn.cursor() as cur:
+            cur.execute(insert, (session, '{"n": 1e2}'))
+            row: Any = cur.fetchone()
+        offset += 1
+        return make_event(offset, "handoff.emitted", session_id=session, seq=row[0], payload_text='{"n": 1e2}')
+
+    late = []
+    for turn in range(8):
+        for session in sessions:
+            if turn == 4:
+                late.append(add(other, session))
+            event = add(reader, session)
+            writer.project([event], ctx)
+            ctx.connection.commit()
+    assert check(reader, settings) == len(sessions) * 2
+    other.commit()
+    assert check(reader, settings) == 0  # the newest two of each lack what came late
+    for event in late:
+        offset += 1
+        event = make_event(offset, "handoff.emitted", session_id=event.session_id, seq=event.seq, payload=event.payload)
+        writer.project([event, add(reader, event.session_id)], ctx)
+        ctx.connection.commit()
+    assert check(reader, settings) >= len(sessions)
+    assert Verification(reader, settings, BUILTIN).run().quarantined == []
+    with reader.cursor() as cur:
+        assert Settling(settings, interval=0).advance(cur) == len(sessions) * 10
+        # Who inserts into a partition itself holds a lock on that one alone.
+        mark = len(sessions) * 10
+        with other.cursor() as direct:
+            direct.execute(
+                "INSERT INTO \"a%b\".p0 (thread, who, what, data) SELECT t, '', '', '1' FROM"
+                ' unnest(%s) AS t WHERE satisfies_hash_partition(\'"a%%b"."my events"\'::regclass, 2, 0, t)'.replace(
+                    "a%b", "a%%b"
+                ),
+                (sessions,),
+            )
+            held = direct.rowcount
+        assert held > 0
+        assert Settling(settings, interval=0).advance(cur) == 0
+        other.rollback()
+        assert Settling(settings, interval=0).advance(cur) == mark + held
