@@ -29,6 +29,10 @@ POSTGRES_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 # A number that orjson could distort: sixteen or more digits in a row (a point among them), or an exponent (only the
 # type `json` keeps those). Matches inside strings are harmless: they only take the exact, slower road.
 _DELICATE_NUMBER = re.compile(rb"[0-9][0-9.]{15,}|[0-9][eE][-+]?[0-9]")
+# The same question, asked of ordinary payloads several times as fast: with all digits (and points) made one.
+_AS_ONE_DIGIT: Final = bytes.maketrans(b"0123456789.", b"0" * 11)
+_MANY_DIGITS: Final = b"0" * 16
+_LARGE: Final = 1024 * 1024  # from here on a copy is dearer than time
 _UNPARSED: Final = object()
 
 
@@ -182,7 +186,7 @@ def parse_payload(raw: bytes) -> Any:
             ``Decimal`` holds (only the type ``json`` keeps those), or no JSON at all.
     """
     try:
-        if _DELICATE_NUMBER.search(raw) is None:
+        if not _is_delicate(raw):
             try:
                 return orjson.loads(raw)
             except orjson.JSONDecodeError:
@@ -193,6 +197,17 @@ def parse_payload(raw: bytes) -> Any:
             f"this payload of {len(raw)} bytes cannot be parsed: {error}",
             hint="read event.payload_text instead, which is exact",
         ) from error
+
+
+def _is_delicate(raw: bytes) -> bool:
+    """Whether orjson could distort a number in ``raw``."""
+    if len(raw) < _LARGE:
+        digits = raw.translate(_AS_ONE_DIGIT)
+        if _MANY_DIGITS in digits:
+            return True
+        if b"0e" not in digits and b"0E" not in digits:
+            return False
+    return _DELICATE_NUMBER.search(raw) is not None
 
 
 def _refuse_constant(text: str) -> Any:
