@@ -217,7 +217,7 @@ class IngestSupervisor:
             log.info(
                 "streaming slot %s from %s as generation %d; next offset %d",
                 settings.slot,
-                format_lsn(resume.lsn),
+                format_lsn(resume.lsn) if resume.lsn else "where it stands",
                 lease.generation,
                 tail.next_offset,
             )
