@@ -154,7 +154,7 @@ def test_few_sessions_with_many_events(
 def test_the_newest_sessions_are_found_without_reading_the_ledger(database: Database, settings: Settings) -> None:
     database.execute(
         "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
-        " SELECT md5((n / 100)::text)::uuid, 'a', 'tool.invoked', jsonb_build_object('call_id', n)"
+        " SELECT md5((n / 100)::text)::uuid, 'a', 'tool.invoked', jsonb_build_object('call_id', n::text)"
         " FROM generate_series(0, 49999) n"
     )
     database.execute("ANALYZE agent_events")

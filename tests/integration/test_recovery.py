@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from walstream import (
 )
 from walstream.config import Columns, LedgerTable, Settings, quote
 from walstream.ledger.ledger import Draft, Ledger
+from walstream.ledger.rebuild import rebuild_context
 
 ROOT = Path(__file__).resolve().parents[2]
 RENAMED = LedgerTable(
@@ -446,34 +449,65 @@ def test_many_calls_at_once(settings: Settings, conn: Connection) -> None:
     assert {call.attempt for call in inflight(conn, where, settings=settings)} == {2}
 
 
+def _agree(conn: Connection, settings: Settings, where: str, upto_seq: int | None = None) -> None:
+    """The ledger asked by SQL and the folded context name the same calls, each with its seq and attempt."""
+    pending = rebuild_context(conn, where, upto_seq, settings=settings)["pending_tools"]
+    by_fold = {name: (each["seq"], each["attempt"]) for name, each in pending.items()}
+    by_sql = inflight(conn, where, settings=settings, upto_seq=upto_seq)
+    assert {call.call_id: (call.seq, call.attempt) for call in by_sql} == by_fold
+
+
 def test_in_flight_by_sql_is_pending_by_the_fold(settings: Settings, conn: Connection) -> None:
-    """Whatever was recorded by whom in whichever order: both say the same."""
-    import random
-
-    from walstream.ledger.rebuild import rebuild_context
-
+    """Whatever was recorded by whom in whichever order, ids and numbers that are none included: both say the same."""
     chance = random.Random(5)
-    for _ in range(6):
+    ledger = Ledger(settings, types={})
+    kinds = ("tool.invoked", "tool.invoked", "tool.observed", "tool.abandoned", "tool.retried", "note", "fork")
+    ids: list[Any] = ["c0", "c1", "c2", "c3", "5", 5, "", "true", True, None, 1.5, {"a": 1}, [1]]
+    attempts: list[Any] = [1, 2, 7, 999_999_999, 10**9, 10**40, 0, -3, 2.0, Decimal("3.5"), True, None, "4", [5], {}]
+    for _ in range(8):
         where = session()
-        ledger = Ledger(settings)
-        kinds = ("tool.invoked", "tool.invoked", "tool.observed", "tool.abandoned", "tool.retried", "note")
-        answered: set[str] = set()
-        for step in range(25):
-            kind, call = chance.choice(kinds), f"c{chance.randrange(6)}"
-            if kind == "tool.invoked" and call in answered:
-                # Asked for anew, as an agent does that uses its ids again.
-                tool_calls = [{"id": call, "type": "function", "function": {"name": "x", "arguments": "{}"}}]
-                message = {"role": "assistant", "content": None, "tool_calls": tool_calls}
-                ledger.append(where, "a", "model.responded", {"message": message}, on=conn)
-            if kind in ("tool.observed", "tool.abandoned"):
-                answered.add(call)
-            payload = {"call_id": call, "attempt": step} if kind == "tool.retried" else {"call_id": call}
+        ledger.append(where, "a", "note", {}, on=conn)
+        for _step in range(30):
+            kind, payload = chance.choice(kinds), {"call_id": chance.choice(ids)}
+            if kind == "tool.retried" and chance.random() < 0.8:
+                payload["attempt"] = chance.choice(attempts)
+            if kind == "fork":
+                where = ledger.fork(where, 10**9, "a", on=conn).session if chance.random() < 0.4 else where
+                continue
             seq = ledger.append(where, "a", kind, payload, on=conn).seq
-            pending = rebuild_context(conn, where, settings=settings)["pending_tools"]
-            by_fold = {name: (each["seq"], each["attempt"]) for name, each in pending.items()}
-            calls = inflight(conn, where, settings=settings)
-            assert {each.call_id: (each.seq, each.attempt) for each in calls} == by_fold
-            assert inflight(conn, where, settings=settings, upto_seq=seq) == calls
+            _agree(conn, settings, where)
+            _agree(conn, settings, where, seq)
+        _agree(conn, settings, where, seq - 1)
+
+
+def test_in_flight_follows_the_fork_that_the_fold_follows(
+    database: Database, settings: Settings, conn: Connection
+) -> None:
+    """Where numbers come from stock, a fork's own events can have lower seqs than its parent's, and than its birth."""
+    parent, child, middle = session(), session(), session()
+
+    def row(seq: int, where: str, kind: str, payload: dict[str, Any]) -> None:
+        database.execute(
+            "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload) VALUES (%s, %s, 'a', %s, %s)",
+            *(seq, where, kind, json.dumps(payload)),
+        )
+
+    row(50, parent, "tool.invoked", {"call_id": "early"})
+    row(90, parent, "tool.invoked", {"call_id": "late"})
+    row(10, child, "tool.invoked", {"call_id": "before the fork"})
+    row(20, child, "session.forked", {"parent_session": parent, "at_seq": 90})
+    row(30, child, "tool.observed", {"call_id": "early", "result": 1})
+    row(40, middle, "session.forked", {"parent_session": child, "at_seq": 30})
+    row(60, child, "session.forked", {"parent_session": parent, "at_seq": 50})
+    for where in (parent, child, middle):
+        for upto in (None, 5, 10, 20, 30, 60, 90):
+            _agree(conn, settings, where, upto)
+    everywhere = [(call.session_id, call.call_id) for call in inflight(conn, settings=settings)]
+    assert sorted(everywhere) == sorted([(parent, "early"), (parent, "late"), (child, "early"), (middle, "late")])
+    with recover(conn, middle, settings=settings) as recovery:
+        row(41, middle, "tool.observed", {"call_id": "late", "result": 1})
+        with pytest.raises(CallSettled):
+            recovery.retry(recovery.calls[0])
 
 
 def test_a_worker_that_may_not_insert_recovers_through_the_function(database: Database, settings: Settings) -> None:

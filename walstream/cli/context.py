@@ -59,14 +59,14 @@ def context(
     """
     if sum(each is not None for each in (at, at_offset, at_time)) > 1:
         raise typer.BadParameter("give one of --at, --at-offset and --at-time", param_hint="--at")
-    from walstream.ledger.inflight import lineage
+    from walstream.ledger.inflight import known_session
     from walstream.ledger.rebuild import rebuild_context
     from walstream.ledger.schema import LEDGER_VERSION
 
     time = None if at_time is None else moment(at_time, "--at-time")
     with installed(settings, "context", LEDGER_VERSION, PATIENT) as conn:
         with conn.cursor() as cur:
-            name = lineage(cur, settings, session)[0][0]
+            name = known_session(cur, settings, session)
         if at_offset is None and time is None:
             made = rebuild_context(conn, name, at, settings=settings)
         else:

@@ -49,11 +49,11 @@ def events(
     An event without an offset is not in the commit order yet, or lies below the floor
     of `walstream init --from now`. Times are UTC. With --json payloads are whole.
     """
-    from walstream.ledger.inflight import lineage
+    from walstream.ledger.inflight import known_session
     from walstream.order.places import places_of
 
     with installed(settings, "events", options=PATIENT) as conn, conn.cursor() as cur:
-        name = lineage(cur, settings, session)[0][0]
+        name = known_session(cur, settings, session)
         rows = _read(cur, settings, name, event_type or (), after, last, limit + 1, whole=full or as_json)
         more, rows = len(rows) > limit, rows[:limit]
         if last:

@@ -96,7 +96,7 @@ def check(
 
 def _from_ledger(settings: Settings, sessions: list[str], limit: int) -> list[Recorded]:
     from walstream.ledger.fold import BUILTIN
-    from walstream.ledger.inflight import lineage
+    from walstream.ledger.inflight import known_session
     from walstream.ledger.schema import LEDGER_VERSION
     from walstream.ledger.session_rows import read_session
     from walstream.ledger.sessions import newest_sessions
@@ -104,7 +104,7 @@ def _from_ledger(settings: Settings, sessions: list[str], limit: int) -> list[Re
 
     with installed(settings, "fold", LEDGER_VERSION, PATIENT) as conn:
         with conn.cursor() as cur:
-            named = [lineage(cur, settings, each)[0][0] for each in sessions]
+            named = [known_session(cur, settings, each) for each in sessions]
             chosen = named or newest_sessions(cur, settings, limit)
         # A parent's context, which a fork begins with, is input here: our own fold makes it.
         return [e for each in chosen for e in recorded(read_session(conn, settings, each, fold=BUILTIN))]

@@ -43,12 +43,12 @@ def fork(
     undisturbed. Tool calls that it had in flight at that point are in flight in the new session, too, with the same
     idempotency keys.
     """
-    from walstream.ledger.inflight import lineage
+    from walstream.ledger.inflight import known_session
     from walstream.ledger.ledger import Ledger
     from walstream.ledger.schema import LEDGER_VERSION
 
     with installed(settings, "fork", LEDGER_VERSION) as conn, conn.cursor() as cur:
-        parent = lineage(cur, settings, session)[0][0]
+        parent = known_session(cur, settings, session)
         seq, writer = _point(cur, settings, parent, at)
         made = Ledger(settings).fork(parent, seq, agent or writer, new_session=new, on=conn)
     if as_json:

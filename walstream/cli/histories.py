@@ -73,15 +73,10 @@ def session_of_ledger(
 
     with conn.cursor() as cur:
         line = lineage(cur, settings, session, upto_seq)
-    oldest = len(line) - 1
-    for place in range(oldest, -1, -1):
-        name, upto = line[place]
-        if upto is not None and upto_seq is not None:
-            upto = min(upto, upto_seq)
-        for event in read_session(conn, settings, name, upto_seq=upto, fold=fold):
-            if event.event_type == "session.forked" and place != oldest:
-                continue  # what it stands for has just been read
-            yield event
+    for place, part in reversed(list(enumerate(line))):
+        # A fork's own birth is left out: what it stands for has just been read. If it was not, it is an error there.
+        after = part.after if place + 1 < len(line) else None
+        yield from read_session(conn, settings, part.session_id, after=after, upto_seq=part.upto, fold=fold)
 
 
 def _some(sessions: list[str]) -> str:

@@ -1,8 +1,8 @@
 """Tool calls that were begun and have no answer: what a crash leaves behind.
 
 A call is in flight from its ``tool.invoked`` until a ``tool.observed`` or a ``tool.abandoned`` with its id and a higher
-seq. That is asked of the ledger itself, by SQL over the index of the session, and not of a fold: an application may
-fold as it likes, and a payload that cannot be parsed hides no call.
+seq; an id is a string. That is asked of the ledger itself, by SQL over the index of the session, and not of a fold: an
+application may fold as it likes, and a payload that cannot be parsed hides no call.
 
 A fork goes on with the calls that its parent had in flight at that point. They keep the parent's idempotency key,
 because they are the same call: whoever executes it second meets the first one's effect.
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg2
 from psycopg2.extensions import TRANSACTION_STATUS_IDLE
@@ -27,7 +27,7 @@ from walstream.errors import PayloadError, UnknownSession
 from walstream.event import POSTGRES_EPOCH, parse_payload
 
 from .idempotency import idempotency_key
-from .stored_rows import plain_cursor, statement
+from .stored_rows import HIGHEST, plain_cursor, statement
 
 _UUID: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
@@ -40,11 +40,17 @@ _WITHOUT_NUL: Final = (
     " ELSE e.$payload END"
 )
 
-_CALLS: Final = """
+# A call's id has to be a string and an attempt a positive integer, for the fold as well. No other JSON value has a text
+# that looks like theirs.
+_CALL_ID: Final = "CASE WHEN (($document) -> 'call_id')::text LIKE '\"%%' THEN (($document) -> 'call_id') #>> '{}' END"
+_ATTEMPT: Final = (
+    "CASE WHEN (($document) -> 'attempt')::text ~ '^[1-9][0-9]{0,8}$' THEN (($document) -> 'attempt')::text::bigint END"
+)
+
+_CALLS: Final = f"""
 WITH tools AS (
-    SELECT e.$session_id AS session_id, e.$seq AS seq, e.$event_type AS event_type,
-           (($document) -> 'call_id') #>> '{}' AS call_id,
-           CASE WHEN e.$event_type = 'tool.retried' THEN (($document) -> 'attempt') #>> '{}' END AS attempt
+    SELECT e.$session_id AS session_id, e.$seq AS seq, e.$event_type AS event_type, {_CALL_ID} AS call_id,
+           CASE WHEN e.$event_type = 'tool.retried' THEN {_ATTEMPT} END AS attempt
       FROM $table AS e
      WHERE e.$event_type IN ('tool.invoked', 'tool.retried', 'tool.observed', 'tool.abandoned')
        AND $where
@@ -52,32 +58,35 @@ WITH tools AS (
     SELECT t.session_id, t.call_id,
            max(t.seq) FILTER (WHERE t.event_type = 'tool.invoked') AS invoked,
            max(t.seq) FILTER (WHERE t.event_type IN ('tool.observed', 'tool.abandoned')) AS answered,
-           max(ARRAY[t.seq, CASE WHEN t.attempt ~ '^[0-9]{1,9}$' THEN t.attempt::bigint ELSE 1 END])
-               FILTER (WHERE t.event_type = 'tool.retried') AS retried
+           array_agg(ARRAY[t.seq, t.attempt] ORDER BY t.seq) FILTER (WHERE t.event_type = 'tool.retried') AS retried
       FROM tools AS t WHERE t.call_id IS NOT NULL GROUP BY t.session_id, t.call_id
 )
-SELECT c.session_id::text, c.call_id, c.invoked, c.answered, c.retried[1], c.retried[2],
-       e.$agent_id, (($document) -> 'name') #>> '{}', (($document) -> 'arguments')::text,
-       (($document) -> 'idempotency_key') #>> '{}',
+SELECT c.session_id::text, c.call_id, c.invoked, c.answered, c.retried,
+       e.$agent_id, (($document) -> 'name') #>> '{{}}', (($document) -> 'arguments')::text,
+       (($document) -> 'idempotency_key') #>> '{{}}',
        CASE WHEN pg_catalog.isfinite(e.$created_at)
             THEN ((extract(epoch FROM e.$created_at) - 946684800) * 1000000)::bigint END
   FROM calls AS c LEFT JOIN $table AS e ON e.$session_id = c.session_id AND e.$seq = c.invoked
  WHERE c.invoked > c.answered OR (c.answered IS NULL AND c.invoked IS NOT NULL) OR c.call_id = ANY (%s)
  ORDER BY c.invoked"""
 
+_KNOWN: Final = "SELECT e.$session_id::text FROM $table AS e WHERE e.$session_id = %s LIMIT 1"
+
+# A fork is born by the last event that says so: a fold begins anew there.
 _BIRTH: Final = """
-SELECT e.$session_id::text, e.$seq,
-       CASE WHEN e.$event_type = 'session.forked' THEN (e.$payload -> 'parent_session') #>> '{}' END,
-       CASE WHEN e.$event_type = 'session.forked' THEN (e.$payload -> 'at_seq') #>> '{}' END
-  FROM $table AS e WHERE e.$session_id = %s ORDER BY e.$seq LIMIT 1"""
+SELECT e.$seq, (($document) -> 'parent_session') #>> '{}', (($document) -> 'at_seq')::text
+  FROM $table AS e
+ WHERE e.$session_id = %s AND e.$seq <= %s AND e.$event_type = 'session.forked' AND (($document) -> 'context') IS NULL
+   AND (($document) -> 'parent_session')::text LIKE '"%%' AND (($document) -> 'at_seq')::text ~ '^-?[0-9]{1,30}$'
+ ORDER BY e.$seq DESC LIMIT 1"""
 
+_FORKS: Final = "SELECT DISTINCT e.$session_id::text FROM $table AS e WHERE e.$event_type = %s"
 
-_ANSWER: Final = """
+_ANSWER: Final = f"""
 SELECT e.$seq, e.$event_type FROM $table AS e
- WHERE e.$session_id = %s AND e.$seq > %s AND e.$seq <> %s AND (($document) -> 'call_id') #>> '{}' = %s
+ WHERE e.$session_id = %s AND e.$seq > %s AND e.$seq <> %s AND {_CALL_ID} = %s
    AND (e.$event_type IN ('tool.invoked', 'tool.observed', 'tool.abandoned')
-        OR CASE WHEN e.$event_type = 'tool.retried' AND (($document) -> 'attempt') #>> '{}' ~ '^[0-9]{1,9}$'
-                THEN ((($document) -> 'attempt') #>> '{}')::bigint > %s END)
+        OR (e.$event_type = 'tool.retried' AND {_ATTEMPT} > %s))
  ORDER BY e.$seq LIMIT 1"""
 
 
@@ -149,7 +158,7 @@ def inflight(
     otherwise no transaction stays open.
 
     Args:
-        session_id: of this session; of all sessions if not given, which reads the whole ledger once.
+        session_id: of this session; of all sessions if not given, which reads the whole ledger.
         settings: :func:`walstream.config.load` if not given.
         upto_seq: as it was with this event; only together with a session.
 
@@ -167,59 +176,87 @@ def inflight(
 def calls_of(cur: Cursor, settings: Settings, session_id: object, upto_seq: int | None = None) -> list[InFlightCall]:
     """As :func:`inflight` for one session, on a cursor."""
     calls: list[InFlightCall] = []
-    for session, upto in reversed(lineage(cur, settings, session_id, upto_seq)):
-        where = "e.$session_id = %s"
-        values: list[object] = [session]
-        if upto is not None:
-            where += " AND e.$seq <= %s"
-            values.append(upto)
+    for part in reversed(lineage(cur, settings, session_id, upto_seq)):
+        where = "e.$session_id = %s AND e.$seq <= %s"
+        values: list[object] = [part.session_id, part.upto]
+        if part.after is not None:
+            where += " AND e.$seq > %s"
+            values.append(part.after)
         found = _tools(cur, settings, where, values, [call.call_id for call in calls])
-        calls = sorted(_continued(session, calls, found), key=lambda call: call.seq)
+        calls = sorted(_continued(part.session_id, calls, found), key=lambda call: call.seq)
     return calls
 
 
 def answer_to(cur: Cursor, settings: Settings, call: InFlightCall, *, besides: int) -> tuple[int, str] | None:
     """The first event (seq, type), other than ``besides``, by which this call is not in flight as it says any more."""
-    cur.execute(_readable(cur, settings, _ANSWER), (call.session_id, call.seq, besides, call.call_id, call.attempt))
+    after: int | None = call.seq
+    if call.inherited_from is not None:  # its seq is of the parent, and says nothing about this session's
+        after = lineage(cur, settings, call.session_id)[0].after
+    values = (call.session_id, after, besides, call.call_id, call.attempt)
+    cur.execute(_readable(cur, settings, _ANSWER), values)
     row = cur.fetchone()
     return None if row is None else (row[0], row[1])
 
 
-def lineage(
-    cur: Cursor, settings: Settings, session_id: object, upto_seq: int | None = None
-) -> list[tuple[str, int | None]]:
-    """The session and those that it goes on from, each with the last seq that counts (``None``: all of them).
+class Part(NamedTuple):
+    """What a session, or one that it goes on from, contributes: its events in (``after``, ``upto``].
 
-    Session ids come as the ledger's column prints them.
+    Attributes:
+        after: of its ``session.forked``, which makes everything before it void; ``None`` if it is no fork.
+    """
+
+    session_id: str
+    after: int | None
+    upto: int
+
+
+def known_session(cur: Cursor, settings: Settings, session_id: object) -> str:
+    """The id as the ledger's column prints it.
 
     Raises:
         UnknownSession: no event has this session id.
     """
-    line: list[tuple[str, int | None]] = []
-    wanted, upto = str(session_id), upto_seq
-    while True:
-        try:
-            cur.execute(statement(settings, _BIRTH), (wanted,))
-        except psycopg2.DataError as error:
-            raise UnknownSession(
-                f"{wanted!r} cannot be a session id of {settings.ledger.qualified}: "
-                f"{error.diag.message_primary or error}",
-                hint="`walstream sessions` lists them",
-            ) from None
+    found = _known(cur, settings, str(session_id))
+    if found is None:
+        raise UnknownSession(
+            f"{settings.ledger.qualified} holds no event of session {session_id}",
+            hint="`walstream sessions` lists them; check `ledger` in the configuration and the database in the DSN",
+        )
+    return found
+
+
+def _known(cur: Cursor, settings: Settings, session_id: str) -> str | None:
+    try:
+        cur.execute(statement(settings, _KNOWN), (session_id,))
+    except psycopg2.DataError as error:
+        raise UnknownSession(
+            f"{session_id!r} cannot be a session id of {settings.ledger.qualified}: "
+            f"{error.diag.message_primary or error}",
+            hint="`walstream sessions` lists them",
+        ) from None
+    row = cur.fetchone()
+    return None if row is None else str(row[0])
+
+
+def lineage(cur: Cursor, settings: Settings, session_id: object, upto_seq: int | None = None) -> list[Part]:
+    """The session and those that it goes on from, as the fold follows them.
+
+    Raises:
+        UnknownSession: no event has this session id.
+    """
+    session: str | None = known_session(cur, settings, session_id)
+    upto = HIGHEST if upto_seq is None else upto_seq
+    birth = _readable(cur, settings, _BIRTH)
+    line: list[Part] = []
+    while session is not None:  # a parent that was erased is declared elsewhere
+        cur.execute(birth, (session, upto))
         row = cur.fetchone()
-        if row is None and line:
-            return line  # the parent was erased, which is declared elsewhere
-        if row is None:
-            raise UnknownSession(
-                f"{settings.ledger.qualified} holds no event of session {wanted}",
-                hint="`walstream sessions` lists them; check `ledger` in the configuration and the database in the DSN",
-            )
-        session, first, parent, at_seq = row
-        line.append((session, upto))
-        if parent is None or at_seq is None or not at_seq.isdecimal():
-            return line
-        # What is later than the fork itself cannot be in it. Rows that name each other as parents come to an end, too.
-        wanted, upto = parent, min(int(at_seq), first - 1)
+        line.append(Part(session, None if row is None else row[0], upto))
+        if row is None or any(each.after == row[0] for each in line[:-1]):
+            break  # the oldest; or rows that name each other as parents, of which no context can be made
+        upto = min(int(row[2]), HIGHEST)
+        session = _known(cur, settings, row[1])
+    return line
 
 
 @contextlib.contextmanager
@@ -246,11 +283,12 @@ def reading(conn: Connection) -> Iterator[Cursor]:
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """What the ledger says about one call id of one session; ``call`` is None if it was not invoked there."""
+    """What the ledger says about one call id of one session. If it was not invoked there, ``call`` is None, and
+    ``retried`` has the attempts of a call that came from elsewhere."""
 
     call_id: str
     answered: bool
-    attempt: int | None
+    retried: list[int | None]
     call: InFlightCall | None
 
 
@@ -274,10 +312,10 @@ def _readable(cur: Cursor, settings: Settings, template: str) -> str:
 
 
 def _tool(row: tuple[Any, ...]) -> _Tool:
-    session, call_id, invoked, answered, retried, attempt, agent, name, arguments, key, since_us = row
+    session, call_id, invoked, answered, retried, agent, name, arguments, key, since_us = row
     if invoked is None:
-        return _Tool(call_id, answered is not None, attempt, None)
-    tries = attempt if retried is not None and retried > invoked else 1
+        return _Tool(call_id, answered is not None, [attempt for _, attempt in retried or ()], None)
+    tries = _attempt(1, [attempt for seq, attempt in retried or () if seq > invoked])
     since = None
     if since_us is not None:
         with contextlib.suppress(OverflowError):
@@ -286,7 +324,14 @@ def _tool(row: tuple[Any, ...]) -> _Tool:
     found = InFlightCall(
         session, agent, call_id, name, arguments, invoked, tries, key or call_key(session, call_id), since
     )
-    return _Tool(call_id, answered is not None and answered > invoked, tries, found)
+    return _Tool(call_id, answered is not None and answered > invoked, [], found)
+
+
+def _attempt(before: int, retried: Sequence[int | None]) -> int:
+    """The number of the last attempt. A retry without a number is the next one."""
+    for attempt in retried:
+        before = before + 1 if attempt is None else attempt
+    return before
 
 
 def _continued(session: str, inherited: Sequence[InFlightCall], found: Sequence[_Tool]) -> list[InFlightCall]:
@@ -300,7 +345,7 @@ def _continued(session: str, inherited: Sequence[InFlightCall], found: Sequence[
                 replace(
                     call,
                     session_id=session,
-                    attempt=call.attempt if here is None or here.attempt is None else here.attempt,
+                    attempt=_attempt(call.attempt, [] if here is None else here.retried),
                     inherited_from=call.inherited_from or call.session_id,
                 )
             )
@@ -308,13 +353,10 @@ def _continued(session: str, inherited: Sequence[InFlightCall], found: Sequence[
 
 
 def _calls_of_all(cur: Cursor, settings: Settings) -> list[InFlightCall]:
-    cur.execute(statement(settings, "SELECT f.session_id::text FROM $namespace.forks AS f"))
+    found = _tools(cur, settings, "true", ())
+    cur.execute(statement(settings, _FORKS), ("session.forked",))
     forks = {session for (session,) in cur}
-    calls = [
-        each.call
-        for each in _tools(cur, settings, "true", ())
-        if each.call is not None and each.call.session_id not in forks
-    ]
+    calls = [each.call for each in found if each.call is not None and each.call.session_id not in forks]
     for fork in sorted(forks):
         with contextlib.suppress(UnknownSession):  # its events were erased
             calls += calls_of(cur, settings, fork)

@@ -26,7 +26,7 @@ from walstream.config import Settings, load
 from walstream.errors import CallSettled, RecoveryBusy
 
 from .fold import Context, Fold
-from .inflight import InFlightCall, answer_to, calls_of, lineage, reading
+from .inflight import InFlightCall, answer_to, calls_of, known_session, reading
 from .ledger import Ledger
 from .rebuild import rebuild_context
 from .stored_rows import plain_cursor
@@ -74,7 +74,7 @@ class Recovery:
 
     def __enter__(self) -> Recovery:
         with reading(self._conn) as cur:
-            self.session_id = lineage(cur, self._settings, self._asked)[0][0]
+            self.session_id = known_session(cur, self._settings, self._asked)
             self._lock(cur)
         try:
             # Listed anew, by a transaction that began after the lock was taken: the one before may have done it all.

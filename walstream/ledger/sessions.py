@@ -158,7 +158,7 @@ def summary(cur: Cursor, settings: Settings, session_id: str) -> SessionSummary:
     forked = line[1] if len(line) > 1 else None
     calls = calls_of(cur, settings, session_id) if forked or any(row[4] for row in rows) else []
     return SessionSummary(
-        session_id=line[0][0],
+        session_id=line[0].session_id,
         agents=[row[0] for row in rows],
         events=sum(row[1] for row in rows),
         first_seq=first,
@@ -167,7 +167,7 @@ def summary(cur: Cursor, settings: Settings, session_id: str) -> SessionSummary:
         last_at=times.get(last),
         state=_state(rows, bool(calls)),
         in_flight=len(calls),
-        forked_from=None if forked is None else {"session_id": forked[0], "at_seq": forked[1]},
+        forked_from=None if forked is None else {"session_id": forked.session_id, "at_seq": forked.upto},
     )
 
 

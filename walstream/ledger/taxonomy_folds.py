@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .fold import Foldable
 
 
+_MOST_ATTEMPTS = 999_999_999  # `inflight` reads the same numbers by SQL
+
+
 def empty_context() -> Context:
     """The context of a session without events."""
     return {
@@ -93,7 +96,7 @@ def tool_retried(context: Context, event: Foldable) -> None:
         set_aside(context, event.seq, event.event_type, "no such call is in flight", call_id)
         return
     attempt = payload.get("attempt")
-    if not isinstance(attempt, int):
+    if type(attempt) is not int or not 1 <= attempt <= _MOST_ATTEMPTS:
         attempt = pending["attempt"] + 1
     context["pending_tools"][call_id] = {**pending, **payload, "attempt": attempt, "seq": pending["seq"]}
 
