@@ -394,6 +394,7 @@ def test_a_stale_token_and_an_unknown_job_append_nothing(ledger: Ledger) -> None
         lambda: ledger.append(on, A, job_id=job, fencing_token=6),
         lambda: ledger.append(on, A, job_id=job),
         lambda: ledger.batch(on, {"session_id": A}, job_id=job, fencing_token=4),
+        lambda: ledger.call(on, "fork", parent_id=A, at_seq=1, agent_id="a", job_id=job, fencing_token=4),
     ):
         error = refused(on, call)
         assert error.pgcode == "WS001"
@@ -403,6 +404,7 @@ def test_a_stale_token_and_an_unknown_job_append_nothing(ledger: Ledger) -> None
         lambda: ledger.append(on, A, job_id=job + 1, fencing_token=5),
         lambda: ledger.append(on, A, fencing_token=5),
         lambda: ledger.batch(on, job_id=job + 1, fencing_token=5),
+        lambda: ledger.call(on, "fork", parent_id=A, at_seq=1, agent_id="a", fencing_token=5),
     ):
         assert refused(on, call).pgcode == "WS002"
     assert ledger.rows() == []

@@ -231,6 +231,9 @@ def test_every_driver_says_the_same_about_what_is_refused(installed: Database, s
                     Ledger(Settings(), job=1, fencing_token=2), Fenced, A, "token 2 of job 1", "is 3 now", "roll back"
                 )
                 rollback()
+                with pytest.raises(Fenced, match="token 2 of job 1"):
+                    Ledger(Settings(), job=1, fencing_token=2).fork(A, 1, "agent", on=on)
+                rollback()
                 refused(Ledger(Settings(), job=9, fencing_token=2), LedgerError, A, "no job 9")
                 rollback()
                 refused(Ledger(Settings()), LedgerError, "my session", "UUID", session="my session")

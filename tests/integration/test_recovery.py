@@ -155,6 +155,18 @@ def test_the_context_is_the_fold_of_what_was_recorded(settings: Settings, conn: 
         assert pending["idempotency_key"] == again.idempotency_key
 
 
+def test_a_call_with_a_very_long_id_is_recovered(settings: Settings, conn: Connection) -> None:
+    """Some gateways put what a model wants back (a signature of its thoughts) into the id of the call."""
+    where, long = session(), "call_" + "\u00e9" * 20_000
+    invoke(conn, settings, where, long)
+    invoke(conn, settings, where, long + "2")
+    with recover(conn, where, settings=settings) as recovery:
+        one, other = recovery.calls
+        recovery.retry(one)
+        recovery.abandon(other, "no")
+    assert listed(inflight(conn, where, settings=settings)) == [(long, 2)]
+
+
 def test_an_attempt_is_recorded_once(database: Database, settings: Settings, conn: Connection) -> None:
     where = session()
     invoke(conn, settings, where, "a")

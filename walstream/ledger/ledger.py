@@ -204,11 +204,11 @@ class Ledger:
             new_session: the new session's id; a random UUID if not given.
 
         Raises:
-            LedgerError: the parent has no event so early, or the new session has events already.
-            ConfigError, TypeError, Exception: as for :meth:`append`.
+            LedgerError: the parent has no event so early, or the new session has events already; or no such job.
+            Fenced, ConfigError, TypeError, Exception: as for :meth:`append`.
         """
         new = None if new_session is None else _session(new_session)
-        values = (_session(session_id), at_seq, check_word(agent_id, "agent_id"), new)
+        values = (_session(session_id), at_seq, check_word(agent_id, "agent_id"), new, self._job, self._token)
         (row,) = self._call(_FORK, values, on, "fork", f"session {values[0]}")
         return Forked(str(row[0]), int(row[1]))
 
@@ -374,7 +374,9 @@ _BATCH: Final = _statement(
 )
 _FORK: Final = _statement(
     "SELECT a.session, a.seq FROM $namespace.fork("
-    + _arguments(parent_id="text", at_seq="int8", agent_id="text", session_id="text")
+    + _arguments(
+        parent_id="text", at_seq="int8", agent_id="text", session_id="text", job_id="int8", fencing_token="int8"
+    )
     + ") AS a"
 )
 _FIND: Final = _statement(

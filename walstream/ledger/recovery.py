@@ -26,6 +26,7 @@ from walstream.config import Settings, load
 from walstream.errors import CallSettled, RecoveryBusy
 
 from .fold import Context, Fold
+from .idempotency import idempotency_key
 from .inflight import InFlightCall, answer_to, calls_of, known_session, reading
 from .ledger import Ledger
 from .rebuild import rebuild_context
@@ -124,7 +125,9 @@ class Recovery:
         }
         if call.name is not None:
             payload["name"] = call.name
-        self._record(call, "tool.retried", payload, f"tool.retried:{call.seq}:{again.attempt}:{call.call_id}")
+        self._record(
+            call, "tool.retried", payload, idempotency_key("tool.retried", call.seq, again.attempt, call.call_id)
+        )
         return again
 
     def abandon(self, call: InFlightCall, reason: str) -> None:
@@ -136,7 +139,9 @@ class Recovery:
             Fenced: as for :meth:`retry`.
         """
         payload = {"call_id": call.call_id, "reason": reason}
-        self._record(call, "tool.abandoned", payload, f"tool.abandoned:{call.seq}:{call.attempt}:{call.call_id}")
+        self._record(
+            call, "tool.abandoned", payload, idempotency_key("tool.abandoned", call.seq, call.attempt, call.call_id)
+        )
 
     def _record(self, call: InFlightCall, event_type: str, payload: dict[str, Any], key: str) -> None:
         if self._key is None:

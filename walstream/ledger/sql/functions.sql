@@ -209,6 +209,7 @@ $walstream_body$;
 -- A new session that goes on from a point of another one. Its first event says so; no event of the parent is copied.
 CREATE OR REPLACE FUNCTION $namespace.fork(
     parent_id text, at_seq bigint, agent_id text, session_id text DEFAULT NULL,
+    job_id bigint DEFAULT NULL, fencing_token bigint DEFAULT NULL,
     OUT session text, OUT seq bigint
 ) RETURNS record
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
@@ -218,7 +219,7 @@ DECLARE
     v_child $table.$session_id%TYPE := coalesce(fork.session_id, gen_random_uuid()::text);
     v_at bigint;
 BEGIN
-    PERFORM $namespace.begin_append(NULL, NULL, NULL);
+    PERFORM $namespace.begin_append(fork.job_id, fork.fencing_token, NULL);
     PERFORM pg_advisory_xact_lock(l.lock) FROM (
         SELECT DISTINCT $namespace.session_lock_key(s.id) AS lock
           FROM (VALUES (v_parent::text), (v_child::text)) AS s (id) ORDER BY 1
@@ -246,4 +247,5 @@ REVOKE ALL ON FUNCTION $namespace.session_lock_key(text), $namespace.begin_appen
     $namespace.store_messages(text, jsonb), $namespace.append_one(text, text, text, jsonb, text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.append(text, text, text, jsonb, text, bigint, bigint, text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.append_batch(jsonb, bigint, bigint, text) FROM PUBLIC;
-REVOKE ALL ON FUNCTION $namespace.appended(text, text), $namespace.fork(text, bigint, text, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION $namespace.appended(text, text), $namespace.fork(text, bigint, text, text, bigint, bigint)
+    FROM PUBLIC;
