@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
+import io
 import os
 import random
 import secrets
@@ -15,6 +16,7 @@ import threading
 import time
 import urllib.request
 import uuid
+from array import array
 from collections.abc import Callable
 from datetime import UTC, date
 from itertools import count
@@ -111,6 +113,14 @@ def environment_by_function(context: Context, _event: Foldable) -> None:
 def reads(context: Context, _event: Foldable) -> None:
     with open(__file__) as file:
         context["text"] = file.readline()
+
+
+_opened = open(os.devnull, "w")  # noqa: SIM115 (that it stays open is the point)
+
+
+@impure("TextIOWrapper.write")
+def writes_to_a_file_that_is_open(_context: Context, event: Foldable) -> None:
+    _opened.write(f"{event.seq}\n")
 
 
 @impure("exists")
@@ -221,6 +231,27 @@ def attribute_of_class(context: Context, _event: Foldable) -> None:
     context["total"] = _Tally.total
 
 
+class _Slots:
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+_slotted = _Slots()
+_array = array("q")
+
+
+@impure()
+def object_with_slots(_context: Context, _event: Foldable) -> None:
+    _slotted.total += 1
+
+
+@impure()
+def global_array(_context: Context, event: Foldable) -> None:
+    _array.append(event.seq)
+
+
 def _closure() -> Callable[[Context, Foldable], None]:
     calls = 0
 
@@ -296,6 +327,11 @@ def hash_of_a_string(context: Context, event: Foldable) -> None:
 
 
 @impure()
+def local_time(context: Context, event: Foldable) -> None:
+    context["at"] = datetime.datetime.fromtimestamp(1_700_000_000 + event.seq).isoformat()
+
+
+@impure()
 def shares_within_the_context(context: Context, event: Foldable) -> None:
     if "first" not in context:
         context["first"] = context["second"] = []
@@ -336,4 +372,8 @@ def note_added(context: Context, event: Foldable) -> None:
     context["name"] = str(uuid.uuid5(uuid.NAMESPACE_URL, event.payload["text"]))
     context["tags"] = sorted({*event.payload["text"].split()})
     context["at"] = datetime.datetime.fromisoformat("2026-01-02T03:04:05+00:00").isoformat()
+    context["then"] = datetime.datetime.fromtimestamp(event.seq, UTC).isoformat()
+    written = io.StringIO()
+    written.write("in memory")
+    print(written.getvalue())
     context.setdefault("kept", []).append(event.payload)

@@ -63,6 +63,8 @@ def test_forbidden_calls_are_named_with_their_place(name: str) -> None:
         ("default_argument", "__defaults__ of default_argument"),
         ("attribute_of_function", "attribute_of_function"),
         ("attribute_of_class", "_Tally"),
+        ("object_with_slots", "the global tests.impure_folds._slotted"),
+        ("global_array", "the global tests.impure_folds._array"),
         ("in_a_closure", "the variable calls around"),
     ],
 )
@@ -114,6 +116,12 @@ def test_other_hash_seeds_are_other_processes(name: str) -> None:
     assert finding.kind == "different result with another hash seed"
     assert finding.seq == 1
     assert "context." in finding.message
+
+
+def test_they_are_in_other_time_zones_too() -> None:
+    (finding,) = by_name("local_time")
+    assert (finding.kind, finding.seq) == ("different result in another time zone", 1)
+    assert "2023-11-14T22:13:21" in finding.message
 
 
 def test_a_process_of_its_own_finds_the_same() -> None:

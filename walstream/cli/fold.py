@@ -55,8 +55,8 @@ def check(
     It runs under traps (clock, random numbers, files, network, environment,
     processes, threads, id) in a process of its own, which also notices events and
     global state that it changes; then again in another order, with each context
-    written down and read back, and with other hash seeds. The first event whose
-    context differs is named, or the forbidden call with its place.
+    written down and read back, and with other hash seeds and time zones. The first
+    event whose context differs is named, or the forbidden call with its place.
     """
     from walstream.testing.purity import HASH_SEEDS, check_fold
 

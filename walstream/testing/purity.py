@@ -8,7 +8,7 @@ In anyone's tests::
 The sessions are folded once under traps: the clock, random numbers, files, the network, the environment, other
 processes, threads and ``id()`` are forbidden, and no event and nothing that outlives the call may be changed. Then they
 are folded again, in another order; with each context written down and read back, as a snapshot is; and, for a fold that
-is given by its name, in processes with other hash seeds. Every context has to be the same each time.
+is given by its name, in processes with other hash seeds and time zones. Every context has to be the same each time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from .purity_runs import (
 
 HASH_SEEDS: Final = ("0", "1", "2")
 """With the first one everything is checked, with the others that the results are equal."""
+
+_ZONES: Final = ("UTC0", "EAST-13:45", "WEST+11")
+"""``TZ`` of those processes, by POSIX: what is not said (``datetime.fromtimestamp(seconds)``) comes from there."""
 
 
 def assert_pure(
@@ -71,28 +74,31 @@ def check_fold(
     sessions = by_session(recorded(events))
     if isinstance(fold, Fold):
         return check(fold, sessions)
-    findings, first = _child(fold, hash_seeds[0], sessions, everything=True)
-    for seed in hash_seeds[1:] if not findings else ():
-        _, other = _child(fold, seed, sessions)
+    surroundings = [(seed, _ZONES[place % len(_ZONES)]) for place, seed in enumerate(hash_seeds)]
+    findings, first = _child(fold, surroundings[0], sessions, everything=True)
+    for each in surroundings[1:] if not findings else ():
+        _, other = _child(fold, each, sessions)
         for session, one, two in zip(sessions, first, other, strict=True):
             if one != two:
-                return [_by_seed(fold, session, (hash_seeds[0], seed), unequal(one, two))]
+                return [_by_surroundings(fold, session, (surroundings[0], each), unequal(one, two))]
     return findings
 
 
-def _by_seed(fold: str, session: Session, seeds: tuple[str, str], coarse: int) -> Finding:
+def _by_surroundings(fold: str, session: Session, two: tuple[tuple[str, str], tuple[str, str]], coarse: int) -> Finding:
     place = coarse
     if stride_of(session) > 1:
         until, fine = session[: coarse + 1], fine_from(coarse, stride_of(session))
-        (one,), (two,) = (_child(fold, seed, [until], stride=stride_of(session), fine=fine)[1] for seed in seeds)
-        place = unequal(one, two) if one != two else coarse
-    left, right = (_child(fold, seed, [session], show=place)[1] for seed in seeds)
-    return different(session, place, "different result with another hash seed", left, right)
+        (one,), (other,) = (_child(fold, each, [until], stride=stride_of(session), fine=fine)[1] for each in two)
+        place = unequal(one, other) if one != other else coarse
+    left, right = (_child(fold, each, [session], show=place)[1] for each in two)
+    at_home = _child(fold, (two[1][0], two[0][1]), [session], show=place)[1]
+    kind = "different result in another time zone" if at_home == left else "different result with another hash seed"
+    return different(session, place, kind, left, right)
 
 
 def _child(
     fold: str,
-    seed: str,
+    surroundings: tuple[str, str],
     sessions: Sequence[Session],
     *,
     everything: bool = False,
@@ -100,8 +106,9 @@ def _child(
     fine: int | None = None,
     show: int | None = None,
 ) -> tuple[list[Finding], Any]:
-    """Fold in a process with this hash seed: findings (with ``everything``), and the digests of each session (see
-    :func:`walstream.testing.purity_runs.digests`); with ``show`` the canonical text of the context after that event."""
+    """Fold in a process with this hash seed and time zone: findings (with ``everything``), and the digests of each
+    session (see :func:`walstream.testing.purity_runs.digests`); with ``show`` the canonical text of the context after
+    that event."""
     job = {
         "fold": fold,
         "sessions": list(sessions),
@@ -115,7 +122,12 @@ def _child(
         [sys.executable, "-m", "walstream.testing.purity_process"],
         input=pickle.dumps(job),
         capture_output=True,
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(path)},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": surroundings[0],
+            "TZ": surroundings[1],
+            "PYTHONPATH": os.pathsep.join(path),
+        },
         check=False,
     )
     if done.returncode != 0:

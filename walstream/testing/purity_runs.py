@@ -50,7 +50,8 @@ class Finding:
 
     Attributes:
         kind: ``forbidden call``, ``changed payload``, ``changed state``, ``not JSON``, ``error``, ``different result``,
-            ``different result after a restore``, ``different result with another hash seed``.
+            ``different result after a restore``, ``different result with another hash seed``, ``different result in
+            another time zone``.
         message: what happened, for a person.
         session_id: of the first event at which it happened.
         seq: of that event.

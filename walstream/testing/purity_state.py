@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import count
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
 
 from walstream.ledger.fold import Fold
@@ -118,11 +119,19 @@ def _freeze(value: Any, budget: list[int], above: set[int]) -> Any:
         return [_freeze(each, budget, above) for each in value]
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
-    if isinstance(value, bytearray):
+    if isinstance(value, bytearray | array):
         return bytes(value)
     if isinstance(value, count):
         return repr(value)
     inner = getattr(value, "__dict__", None)
-    if isinstance(inner, dict) and not isinstance(value, type | ModuleType | FunctionType):
-        return _freeze(inner, budget, above)
-    return None
+    if isinstance(value, type | ModuleType | FunctionType):
+        return None
+    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    return _freeze([inner if isinstance(inner, dict) else None, slots], budget, above)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of the ``__slots__`` of a class and its bases."""
+    return tuple(
+        name for base in kind.__mro__ for name, each in vars(base).items() if isinstance(each, MemberDescriptorType)
+    )

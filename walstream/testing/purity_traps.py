@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import io
 import os
 import random
 import sys
@@ -115,6 +116,7 @@ _ENVIRONMENT: Final = {
     for each in vars(type(os.environ)).values()
     if hasattr(each, "__code__") and each.__name__ != "__init__"
 }
+_IN_MEMORY: Final = (io.StringIO, io.BytesIO)
 _CLOCKS: Final = frozenset({"now", "today", "utcnow"})
 _SHARED_RANDOM: Final = getattr(random.random, "__self__", None)  # what the functions of the module are methods of
 _STDLIB: Final = tuple({os.path.join(sysconfig.get_paths()[key], "") for key in ("stdlib", "platstdlib")})
@@ -197,6 +199,10 @@ def _c_call(function: Any) -> str | None:
     elif isinstance(owner, type):
         if name in _CLOCKS and issubclass(owner, datetime.date):
             return f"{owner.__name__}.{name}"
+    elif isinstance(owner, io.IOBase) and not isinstance(owner, _IN_MEMORY):
+        # One that was opened before. What goes to the terminal is nobody's concern, as with `print`.
+        if all(owner is not each for each in (sys.stdout, sys.stderr)):
+            return f"{type(owner).__name__}.{name}"
     elif isinstance(owner, random.SystemRandom) or owner is _SHARED_RANDOM:
         # One with a seed of its own is pure; one that seeded itself gives another result the next time.
         return f"random.{name}"
