@@ -1,8 +1,8 @@
 """Random histories of a ledger, snapshots at random moments: every rebuild equals a fold of SQL's rows in order.
 
 Writers work side by side on the same sessions, with ``append`` and without; transactions commit out of the order of
-seq, roll back, go back to savepoints, are prepared; the stream lags behind by any amount; the writer's transactions roll
-back, its process is exchanged, its memory is too small for the sessions that it follows.
+seq, roll back, go back to savepoints, are prepared; the stream lags behind by any amount; the writer's transactions
+roll back, its process is exchanged, its memory is too small for the sessions that it follows.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class History:
             return self.end(agent)
         event_type = self.rng.choice(TYPES)
         text = json.dumps(payload_of(self.rng, event_type))
-        sql = "INSERT INTO agent_events (session_id, agent_id, event_type, payload) VALUES (%s, 'a', %s, %s) RETURNING seq"
+        columns = "session_id, agent_id, event_type, payload"
+        sql = f"INSERT INTO agent_events ({columns}) VALUES (%s, 'a', %s, %s) RETURNING seq"
         agent.seqs += [row[0] for row in agent.run(sql, self.rng.choice(self.sessions), event_type, text)]
         return None
 
