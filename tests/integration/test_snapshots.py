@@ -456,6 +456,52 @@ def test_what_comes_late_into_a_parent_takes_the_snapshots_of_its_forks_back(wor
     check(world.connection, world.settings)
 
 
+def test_offsets_of_a_stream_that_is_gone_hold_up_nobody(server: Server) -> None:
+    """Only ledger and snapshots were restored from a dump: offsets begin at 1 again."""
+    with world_on(server) as world:
+        for _ in range(3):
+            world.add(*["handoff.emitted"] * 10)
+        Driver(world, every_events=1).run()
+        assert rows(world, "upto_seq, upto_offset") == [(30, 30)]
+        world.execute("DROP SCHEMA walstream CASCADE")
+        again = World(world.database)
+        again.add(*["handoff.emitted"] * 5)
+        Driver(again, every_events=1).run()
+        assert rows(again, "upto_seq, upto_offset")[-1] == (35, 5)
+        assert len(rebuilt(again)["handoffs"]) == 35
+        again.close()
+
+
+def test_a_release_that_was_rolled_back_takes_the_newer_ones_snapshots_back_too(world: World) -> None:
+    """What came below that one's settled seqs meanwhile is missing from its snapshots, and it will not look again."""
+    newer = Fold()
+    newer.on("note.added")(lambda _context, _event: None)
+    world.add("handoff.emitted")
+    old = Driver(world, every_events=1)
+    old.run()
+    drawn = world.execute("SELECT nextval('agent_events_seq_seq')")[0][0]  # under no lock: nobody can know
+    world.add("handoff.emitted")
+    world.add("handoff.emitted")
+    rolled = Driver(world, every_events=1)
+    lane = rolled.projector._folds.lane(rolled.ctx)
+    lane.fold, lane.table = newer, SnapshotTable(world.settings, newer.version)
+    rolled.run()
+    assert rows(world, "upto_seq, fold_version, settled_seq >= upto_seq")[-1] == (4, newer.version, True)
+    world.execute(
+        "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload)"
+        " VALUES (%s, %s, 'a', 'handoff.emitted', '{}')",
+        drawn,
+        SESSIONS[0],
+    )
+    world.order([drawn])
+    back = Driver(world, every_events=1)
+    back.position = rolled.position
+    back.run()
+    for fold in (BUILTIN, newer):
+        assert len(rebuilt(world, fold=fold)["handoffs"]) == 4
+        check(world.connection, world.settings, fold)
+
+
 def test_a_session_that_goes_on_from_itself_is_an_error_that_says_so(world: World) -> None:
     one, two = SESSIONS[:2]
     for session, parent in ((one, two), (two, one)):

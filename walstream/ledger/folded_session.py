@@ -30,12 +30,14 @@ class FoldedSession:
         events, bytes, ended: what was folded since the last snapshot, and whether a task ended in it.
         pending_fork: the seq up to which a parent has to settle before what was taken from it is final.
         epoch: see :class:`~walstream.ledger.session_folds.SessionFolds`.
+        others: see :meth:`~walstream.ledger.snapshots.SnapshotTable.others`.
         text_bytes, rest_bytes: of the context, about; and of what is not its window of messages.
     """
 
     session_id: str
     context: Context
     epoch: int
+    others: tuple[int, int] | None = None
     upto_seq: int = LOWEST
     upto_offset: int = 0
     base_offset: int = 0

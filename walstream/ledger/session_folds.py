@@ -190,6 +190,10 @@ class LaneFolds:
                 session = FoldedSession(session_id, self.fold.empty(), self.shared.epoch)
             else:
                 session = self._load(cur, session_id, event)
+        if session.others is not None and event.seq <= session.others[0] and event.offset > session.others[1]:
+            # It came late for snapshots of another version of the fold, which nobody looks at but this one.
+            self._drop(cur, event)
+            session.others = self.table.others(cur, session_id)
         if event.offset > session.base_offset:
             if event.seq > session.upto_seq:
                 self._apply(cur, session, event, event.row[3] in _EXPANDED, len(event.row[4]))
@@ -282,6 +286,7 @@ class LaneFolds:
         if session is None:
             session = self.read(cur, session_id, reach, None)
         assert session is not None
+        session.others = self.table.others(cur, session_id)
         return session
 
     def load_again(self, cur: Cursor, session: FoldedSession) -> None:
@@ -293,7 +298,7 @@ class LaneFolds:
                 break
         made = made or self.read(cur, session.session_id, session.upto_seq, None)
         assert made is not None
-        made.upto_offset, made.memory = session.upto_offset, session.memory
+        made.upto_offset, made.memory, made.others = session.upto_offset, session.memory, session.others
         for each in fields(session):
             setattr(session, each.name, getattr(made, each.name))
         self._account(session)

@@ -71,6 +71,10 @@ _DROP: Final = """
 DELETE FROM $snapshots WHERE session_id = %(session)s AND upto_seq >= %(seq)s
    AND fold_version IS NOT NULL AND quarantined_at IS NULL"""
 
+_OTHERS: Final = """
+SELECT max(settled_seq), min(coalesce(upto_offset, 0)) FROM $snapshots
+ WHERE session_id = %(session)s AND fold_version <> %(version)s AND quarantined_at IS NULL"""
+
 # Every session that goes on from this one at that seq or later, and those that go on from them.
 _FORKS: Final = """
 WITH RECURSIVE line AS (
@@ -223,6 +227,13 @@ class SnapshotTable:
         """Drop a session's snapshots from a seq on, of all versions of the fold; return how many there were."""
         cur.execute(self.sql(_DROP), {"session": session_id, "seq": from_seq})
         return cur.rowcount
+
+    def others(self, cur: Cursor, session_id: str) -> tuple[int, int] | None:
+        """How far the session's snapshots of other versions of the fold have settled, and the lowest of their offsets;
+        ``None`` if there are none. A release that is rolled back, or comes again, will use them."""
+        cur.execute(self.sql(_OTHERS), {"session": session_id, "version": self.version})
+        row: Any = cur.fetchone()
+        return None if row[0] is None else (int(row[0]), int(row[1]))
 
     def forks(self, cur: Cursor, session_id: str, from_seq: int) -> list[str]:
         """The sessions that go on from this one at ``from_seq`` or later, and those that go on from them."""
