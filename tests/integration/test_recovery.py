@@ -19,7 +19,7 @@ import pytest
 from psycopg2.extensions import TRANSACTION_STATUS_IDLE, TRANSACTION_STATUS_INTRANS
 from psycopg2.extensions import connection as Connection
 
-from tests.cli_calls import set_up
+from tests.cli_calls import ok, set_up
 from tests.conftest import Database
 from walstream import (
     CallSettled,
@@ -520,6 +520,25 @@ def test_in_flight_follows_the_fork_that_the_fold_follows(
         row(41, middle, "tool.observed", {"call_id": "late", "result": 1})
         with pytest.raises(CallSettled):
             recovery.retry(recovery.calls[0])
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_a_parent_that_can_be_none_hides_nobody_elses_calls(
+    database: Database, settings: Settings, conn: Connection, autocommit: bool
+) -> None:
+    good, bad, gone = session(), session(), session()
+    invoke(conn, settings, good, "a")
+    for where, parent in ((bad, "no id"), (gone, session())):
+        Ledger(settings, types={}).append(
+            where, "a", "session.forked", {"parent_session": parent, "at_seq": 10**25}, on=conn
+        )
+        invoke(conn, settings, where, "own")
+    conn.autocommit = autocommit
+    everywhere = [(call.session_id, call.call_id) for call in inflight(conn, settings=settings)]
+    assert everywhere == [(good, "a"), (bad, "own"), (gone, "own")]
+    assert listed(inflight(conn, bad, settings=settings)) == [("own", 1)]
+    listing = {each["session_id"]: each["in_flight"] for each in ok("sessions", "--json", dsn=database.dsn).json}
+    assert listing == {good: 1, bad: 1, gone: 1}
 
 
 def test_a_worker_that_may_not_insert_recovers_through_the_function(database: Database, settings: Settings) -> None:

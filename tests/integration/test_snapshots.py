@@ -16,7 +16,7 @@ from tests.cli_calls import call, ok
 from tests.conftest import Database, Server
 from tests.ledger_oracle import check
 from tests.runner_world import SESSIONS, World, eventually, world_on
-from walstream import ConfigError, Context, Event, PayloadError, rebuild_context
+from walstream import ConfigError, Context, Event, PayloadError, UnknownSession, rebuild_context
 from walstream.config import Settings
 from walstream.errors import LedgerError
 from walstream.ledger.canonical import canonical
@@ -571,6 +571,9 @@ def test_verify_has_to_be_told_what(world: World) -> None:
     called = call("verify", dsn=world.database.dsn)
     assert called.exit_code == 2
     assert "--snapshots" in called.stderr
+    called = call("verify", "--snapshots", "--session", "no id", dsn=world.database.dsn)
+    assert called.exit_code == 3
+    assert "'no id' is no session id" in called.stderr
 
 
 def test_a_fold_of_the_application_has_snapshots_of_its_own(world: World) -> None:
@@ -585,6 +588,16 @@ def test_a_fold_of_the_application_has_snapshots_of_its_own(world: World) -> Non
 
     assert rebuilt(world, fold=fold)["notes"] == ["a"]
     assert "notes" not in rebuilt(world)
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_an_id_that_is_none_is_said_to_be_none(world: World, autocommit: bool) -> None:
+    connection = world.connect()
+    connection.autocommit = autocommit
+    for snapshots in (True, False):
+        with pytest.raises(UnknownSession, match="'no id' is no session id"):
+            rebuild_context(connection, "no id", settings=world.settings, snapshots=snapshots)
+        connection.rollback()
 
 
 def test_rebuilds_need_no_utf8_no_tuples_and_no_autocommit(world: World) -> None:

@@ -255,7 +255,9 @@ def lineage(cur: Cursor, settings: Settings, session_id: object, upto_seq: int |
         if row is None or any(each.after == row[0] for each in line[:-1]):
             break  # the oldest; or rows that name each other as parents, of which no context can be made
         upto = min(int(row[2]), HIGHEST)
-        session = _known(cur, settings, row[1])
+        session = None
+        with contextlib.suppress(UnknownSession), reading(cur.connection) as apart:
+            session = _known(apart, settings, row[1])  # rows say what they like: it may be no id at all
     return line
 
 

@@ -71,12 +71,18 @@ def event_of(row: Sequence[Any]) -> FoldEvent:
 def streamed(conn: Connection, sql: str, values: dict[str, Any]) -> Iterator[Iterator[tuple[Any, ...]]]:
     """The rows of one statement, of which never more than some hundred are in memory here."""
     # Outside of a transaction a portal lives only as long as its statement; WITH HOLD keeps the result, on the server.
-    with conn.cursor(
+    cur = conn.cursor(
         f"walstream_rows_{next(_numbers)}", cursor_factory=psycopg2.extensions.cursor, withhold=bool(conn.autocommit)
-    ) as cur:
-        cur.itersize = _FETCH
-        cur.execute(sql, values)
+    )
+    cur.itersize = _FETCH
+    cur.execute(sql, values)
+    try:
         yield iter(cur)
+    except BaseException:
+        with contextlib.suppress(psycopg2.Error):  # it must not take the place of what went wrong
+            cur.close()
+        raise
+    cur.close()
 
 
 def stored_rows(

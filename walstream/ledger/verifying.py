@@ -18,7 +18,7 @@ from .canonical import canonical, digest
 from .fold import Context, Fold
 from .session_rows import expand
 from .snapshots import reading_snapshots
-from .stored_rows import Messages, plain_cursor, statement, stored_rows, streamed
+from .stored_rows import Messages, of_session, plain_cursor, statement, stored_rows, streamed
 
 _SESSIONS: Final = """
 SELECT session_id::text FROM $snapshots WHERE fold_version IS NOT NULL AND quarantined_at IS NULL$where
@@ -132,10 +132,17 @@ class Verification:
 
         Args:
             on_progress: called with the number of sessions that are done.
+
+        Raises:
+            UnknownSession: the id is none that the ledger's column could hold.
         """
         where = "" if session_id is None else " AND session_id = %(session)s"
         sql = self._sql(_SESSIONS.replace("$where", where))
-        with plain_cursor(self._conn) as cur, streamed(self._conn, sql, {"session": session_id}) as rows:
+        with (
+            plain_cursor(self._conn) as cur,
+            of_session(str(session_id)),
+            streamed(self._conn, sql, {"session": session_id}) as rows,
+        ):
             for (each,) in rows:
                 self._found.sessions += 1
                 self._session(cur, each)
