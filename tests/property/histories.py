@@ -63,6 +63,9 @@ assistant_messages = st.one_of(
     st.fixed_dictionaries({"role": st.just("assistant"), "content": st.none() | texts, "tool_calls": calls()}),
     st.fixed_dictionaries({"content": st.none(), "tool_calls": broken_calls}),
     st.just({"role": "assistant", "content": None}),
+    st.just({"role": "assistant", "content": None, "function_call": None}),
+    st.fixed_dictionaries({"role": st.just("assistant"), "content": json_values}),
+    st.fixed_dictionaries({"role": st.just("assistant"), "content": json_values, "tool_calls": calls()}),
     st.just({"role": "assistant", "content": None, "tool_calls": None}),
 )
 

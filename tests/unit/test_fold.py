@@ -55,6 +55,7 @@ def whys(context: Context) -> list[tuple[int, str]]:
     return [(each["seq"], each["why"]) for each in context.get("set_aside", {"last": []})["last"]]
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "search", "arguments": "{}"}}
 LOADED = ("context.loaded", {"messages": [{"role": "user", "content": "Hello"}]})
 
 
@@ -281,6 +282,27 @@ def test_open_calls_are_answered_for_who_wants_to_go_on_regardless() -> None:
     check_messages(sent)
     assert [m["content"] for m in sent if m["role"] == "tool"] == [NO_RESULT, "2"]
     assert shape(context) == ["user", "assistant(a b)", "b=2"]
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"role": "user"}, ""),
+        ({"role": "system", "content": None}, ""),
+        ({"role": "user", "content": {"text": 1.10}}, '{"text":1.1}'),
+        ({"role": "assistant", "content": 5, "tool_calls": [CALL]}, "5"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, None),
+        ({"role": "assistant", "content": None, "function_call": None}, ""),
+        ({"role": "assistant", "content": None, "function_call": {"name": "x", "arguments": "{}"}}, None),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, [{"type": "text", "text": "x"}]),
+    ],
+)
+def test_a_message_says_something_in_words_or_parts(message: dict[str, Any], content: Any) -> None:
+    context = context_of(("context.loaded", {"messages": [message]}))
+    assert context["messages"] == [message]
+    sent = sendable(context)
+    assert sent[0]["content"] == content
+    check_messages(sent)
 
 
 def test_what_the_agent_sent_regardless_is_what_the_window_becomes() -> None:

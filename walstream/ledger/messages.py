@@ -148,9 +148,10 @@ def sendable(context: Context) -> list[Message]:
 
 
 def well_formed(message: Message) -> tuple[Message, list[str]]:
-    """A message with tool calls that a provider takes, and the ids of those calls. The same object if it was fine."""
+    """A message with content and tool calls that a provider takes, and the ids of those calls. The same object if it
+    was fine."""
     if "tool_calls" not in message:
-        return (message, []) if _has_content(message) else ({**message, "content": ""}, [])
+        return _worded(message), []
     good: list[Any] = []
     ids: dict[str, None] = {}
     calls = message["tool_calls"] if message.get("role") == "assistant" else None
@@ -161,15 +162,23 @@ def well_formed(message: Message) -> tuple[Message, list[str]]:
             good.append(mended)
             ids[mended["id"]] = None
     if not good:
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        return (rest if _has_content(rest) else {**rest, "content": ""}), []
+        return _worded({key: value for key, value in message.items() if key != "tool_calls"}), []
     if len(good) != len(calls) or any(one is not other for one, other in zip(good, calls, strict=True)):
         message = {**message, "tool_calls": good}
-    return message, list(ids)
+    return _worded(message), list(ids)
 
 
-def _has_content(message: Message) -> bool:
-    return message.get("content") is not None or message.get("role") != "assistant" or "function_call" in message
+def _worded(message: Message) -> Message:
+    """The message with text or parts as its content. Only who calls something may say nothing."""
+    content = message.get("content")
+    if isinstance(content, str | list):
+        return message
+    if content is not None:
+        return {**message, "content": rendered(content)}
+    calls = message.get("role") == "assistant" and (
+        "tool_calls" in message or isinstance(message.get("function_call"), dict)
+    )
+    return message if calls else {**message, "content": ""}
 
 
 def _mended(call: Any) -> dict[str, Any] | None:

@@ -45,9 +45,11 @@ def check_messages(messages: Sequence[Any], *, open_end: bool = False) -> None:
 
 
 def _calls(message: dict[str, Any], where: str) -> list[str]:
+    content = message.get("content")
+    _demand(content is None or isinstance(content, str | list), f"{where}: content that is neither text nor parts")
     if "tool_calls" not in message:
-        has_content = message.get("content") is not None or message["role"] != "assistant"
-        _demand(has_content or "function_call" in message, f"{where}: neither content nor tool calls")
+        calls = message["role"] == "assistant" and isinstance(message.get("function_call"), dict)
+        _demand(content is not None or calls, f"{where}: neither content nor tool calls")
         return []
     _demand(message["role"] == "assistant", f"{where}: only an assistant calls tools")
     calls = message["tool_calls"]
