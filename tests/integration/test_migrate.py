@@ -32,29 +32,32 @@ def old(database: Database) -> Database:
     return database
 
 
+@pytest.mark.parametrize("version", [1, 2])
 def test_run_works_on_the_old_schema_and_goes_on_while_it_is_migrated(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     """Releases N and N+1 run on one schema: the consumer notices nothing."""
     known = schema.migrations()
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "migrations", lambda: known[:1])
+        patch.setattr(schema, "migrations", lambda: known[:version])
         stream = Installed(database)
-    assert database.execute("SELECT max(version) FROM walstream.migrations") == [(1,)]
+    assert database.execute("SELECT max(version) FROM walstream.migrations") == [(version,)]
     slot = ["--slot", stream.settings.slot]
     report = call("doctor", *slot, "--json", dsn=database.dsn).json
     assert report["ok"]
     assert [each["fix"] for each in report["checks"] if each["check"] == "schema"] == ["walstream migrate"]
+    assert [each for each in report["checks"] if each["state"] == "failed"] == []
 
+    steps = ["002_ledger", "003_jobs"]
     recorder = Recorder()
     with stream.host(recorder):
-        stream.insert("version 1")
-        eventually(lambda: recorder.types == ["version 1"], "an event on version 1")
+        stream.insert("before")
+        eventually(lambda: recorder.types == ["before"], "an event on the old version")
         assert ok("status", *slot, "--json", dsn=database.dsn).json["problems"] == []
         done = ok("migrate", "--json", dsn=database.dsn).json
-        assert (done["from_version"], done["to_version"], done["migrations"]) == (1, 2, ["002_ledger"])
+        assert (done["from_version"], done["to_version"], done["migrations"]) == (version, 3, steps[version - 1 :])
         database.execute(APPEND)
-        eventually(lambda: recorder.types == ["version 1", "appended"], "an event on version 2")
+        eventually(lambda: recorder.types == ["before", "appended"], "an event on the new version")
     with stream.host(recorder):
         stream.insert("after a restart")
         eventually(lambda: recorder.types[2:] == ["after a restart"], "an event after a restart")
@@ -76,13 +79,13 @@ def test_run_works_on_the_schema_of_the_next_release(database: Database) -> None
 def test_it_says_what_it_would_do_and_what_it_did(old: Database) -> None:
     before = old.execute("SELECT count(*) FROM pg_class")
     said = ok("migrate", "--dry-run", dsn=old.dsn).stdout
-    assert "would be applied: 002_ledger" in said
+    assert "would be applied: 002_ledger\nwould be applied: 003_jobs" in said
     printed = ok("migrate", "--sql", dsn=old.dsn).stdout
     assert "agent_snapshots" in printed
     assert ok("migrate", "--sql", "--json", dsn=old.dsn).json["sql"]
     assert old.execute("SELECT count(*) FROM pg_class") == before
 
-    assert "applied: 002_ledger" in ok("migrate", dsn=old.dsn).stdout
+    assert "applied: 002_ledger\napplied: 003_jobs" in ok("migrate", dsn=old.dsn).stdout
     assert "nothing to do" in ok("migrate", dsn=old.dsn).stdout
     assert ok("migrate", "--sql", dsn=old.dsn).stdout.strip() == "-- nothing to do"
 

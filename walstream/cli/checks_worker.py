@@ -19,10 +19,11 @@ MIGRATE: Final = "walstream migrate"
 def version(exam: Exam) -> Iterator[Finding]:
     newest = schema.migrations()[-1].version
     if exam.version and exam.version < newest:
+        lost = "workers cannot append" if exam.version < schema.LEDGER_VERSION else "there are no jobs"
         yield Finding(
             "schema",
             "warning",
-            f"version {exam.version}, and this release knows {newest}: the stream works, and workers cannot append",
+            f"version {exam.version}, and this release knows {newest}: the stream works, and {lost}",
             MIGRATE,
         )
 
@@ -38,7 +39,7 @@ def tables(exam: Exam) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("snapshots and jobs", "failed", str(error), error.hint)
             return
-        missing = missing_columns(cur, ledger)
+        missing = missing_columns(cur, ledger, with_jobs=(exam.version or 0) >= schema.JOBS_VERSION)
     if not missing:
         yield Finding("snapshots and jobs", "ok", f"{ledger.beside(ledger.snapshots)}, {ledger.beside(ledger.jobs)}")
     for setting, columns in missing.items():

@@ -154,7 +154,7 @@ def adopt(conn: Connection, settings: Settings, *, new_epoch: bool) -> Adoption:
                     " WHERE last_lsn > pg_catalog.pg_current_wal_insert_lsn()"
                 )
             if any(change.what == "functions" for change in adoption.changes):
-                cur.execute(schema.functions_sql(settings))
+                cur.execute(schema.functions_sql(settings, schema.installed_version(cur, settings.namespace)))
             return adoption
     finally:
         conn.autocommit = autocommit

@@ -13,6 +13,8 @@ from walstream.config import LedgerTable, Settings, quote
 from walstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from psycopg2.extensions import cursor as Cursor
 
 _TEXT: Final = ("text", "character varying")
@@ -42,6 +44,18 @@ _JOBS: Final = {
     "fencing_token": _INTEGER,
     "created_at": _TIME,
 }
+_JOBS_LATER: Final = {  # what migration 003 adds
+    "agent_id": _TEXT,
+    "event_seq": ("bigint",),
+    "priority": _INTEGER,
+    "attempts": _INTEGER,
+    "max_delivery_attempts": _INTEGER,
+    "next_try": _TIME,
+    "hops": _INTEGER,
+    "error": _TEXT,
+    "finished_at": _TIME,
+    "updated_at": _TIME,
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ _WANTED: Final = (
     _Wanted(
         "snapshots", _SNAPSHOTS, ("session_id", "upto_seq", "context", "created_at"), ("session_id", "upto_seq"), True
     ),
-    _Wanted("jobs", _JOBS, ("job_id", "session_id"), ("job_id",), False),
+    _Wanted("jobs", _JOBS | _JOBS_LATER, ("job_id", "session_id"), ("job_id",), False),
 )
 _KEPT: Final = {"append_keys": ("session_id", "key", "seq"), "messages": ("session_id", "digest", "message")}
 
@@ -102,12 +116,17 @@ def check_existing(cur: Cursor, settings: Settings) -> None:
             )
 
 
-def missing_columns(cur: Cursor, ledger: LedgerTable) -> dict[str, list[str]]:
-    """For each of the two tables (by its setting), the columns that it lacks; all of them where it is not there."""
+def missing_columns(cur: Cursor, ledger: LedgerTable, *, with_jobs: bool) -> dict[str, list[str]]:
+    """For each of the two tables (by its setting), the columns that it lacks; all of them where it is not there.
+
+    Args:
+        with_jobs: the schema has the version that brought the state machine of jobs, and its columns.
+    """
     found = {}
     for wanted in _WANTED:
         columns = _columns(cur, ledger.beside(getattr(ledger, wanted.setting)))
-        if lacking := [name for name in wanted.columns if name not in columns]:
+        later: Collection[str] = () if with_jobs or wanted.setting != "jobs" else _JOBS_LATER
+        if lacking := [name for name in wanted.columns if name not in columns and name not in later]:
             found[wanted.setting] = lacking
     return found
 
@@ -131,6 +150,9 @@ def _problems(cur: Cursor, ledger: LedgerTable, name: str, wanted: _Wanted, sess
         return
     if kind not in ("r", "p"):
         yield "it is not a table"
+        return
+    if kind == "p" and wanted.setting == "jobs":
+        yield "it is partitioned, and one job for each handoff cannot be kept to there"
         return
     columns = _columns(cur, qualified)
     for column, types in wanted.columns.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from .schema import fill, functions_template, names
+from .schema import fill, functions_template, installed_version, names
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
@@ -21,19 +21,19 @@ _FUNCTION: Final = re.compile(
 )
 
 
-def bodies(settings: Settings) -> dict[str, str]:
-    """The body of each function, under the names of the configuration."""
+def bodies(settings: Settings, version: int | None = None) -> dict[str, str]:
+    """The body of each function of a schema's version (of the newest one if not given), under the configured names."""
     wanted = names(settings)
-    return {name: fill(body, wanted) for name, body in _FUNCTION.findall(functions_template())}
+    return {name: fill(body, wanted) for name, body in _FUNCTION.findall(functions_template(version))}
 
 
 def stale(cur: Cursor, settings: Settings) -> list[str]:
     """Names of the functions that are missing, or are not what this release makes under the configured names.
 
-    Reads catalogues that everybody may read. Only sensible where the schema has the version that brings functions, and
-    none that this release does not know.
+    Those that only a later version of the schema brings are not missed. Reads catalogues that everybody may read, and
+    the version. Only sensible where the schema has one that brings functions, and that this release knows.
     """
-    wanted = bodies(settings)
+    wanted = bodies(settings, installed_version(cur, settings.namespace))
     cur.execute(
         "SELECT p.proname::text, p.prosrc FROM pg_catalog.pg_proc AS p"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace WHERE n.nspname = %s",

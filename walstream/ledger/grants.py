@@ -14,7 +14,7 @@ from typing import Final
 from walstream.config import Settings, quote
 
 from .identity import literal
-from .schema import LEDGER_VERSION
+from .schema import JOBS_VERSION, LEDGER_VERSION
 
 # The privileges on each of walstream's tables. FOR SHARE on the fencing row needs UPDATE on it (documentation, SELECT,
 # "The Locking Clause"); compaction replaces order rows, so it deletes; erasures are declared by people, not by `run`.
@@ -38,6 +38,13 @@ LEDGER_PRIVILEGES: Final[dict[str, str]] = {
 }
 SNAPSHOT_PRIVILEGES: Final = "SELECT, INSERT, UPDATE, DELETE"
 
+# What the handoff router needs, from the third version on. Jobs it makes through a function, and only looks at.
+ROUTER_PRIVILEGES: Final[dict[str, str]] = {
+    "job_transitions": "SELECT",
+    "dead_letters": "SELECT, INSERT, UPDATE",
+}
+ROUTER_FUNCTIONS: Final = ("submit_job",)
+
 # What a rebuild, a recovery and the commands that read sessions look at. Nothing of it can be written.
 WORKER_TABLES: Final = (
     "migrations",
@@ -48,17 +55,24 @@ WORKER_TABLES: Final = (
     "append_keys",
     "messages",
     "forks",
+    "job_transitions",
 )
-WORKER_FUNCTIONS: Final = ("append", "append_batch", "appended", "fork", "session_lock_key")
+WORKER_FUNCTIONS: Final = (
+    *("append", "append_batch", "appended", "fork", "session_lock_key"),
+    "submit_job",
+)
 
 
-def run_privileges(settings: Settings, version: int = LEDGER_VERSION) -> dict[str, str]:
+def run_privileges(settings: Settings, version: int = JOBS_VERSION) -> dict[str, str]:
     """Privileges by qualified table that `walstream run` needs on a schema of ``version``, but those on the ledger."""
     namespace, ledger = quote(settings.namespace), settings.ledger
     wanted = {f"{namespace}.{table}": privileges for table, privileges in PRIVILEGES.items()}
     if version >= LEDGER_VERSION:
         wanted |= {f"{namespace}.{table}": privileges for table, privileges in LEDGER_PRIVILEGES.items()}
         wanted[ledger.beside(ledger.snapshots)] = SNAPSHOT_PRIVILEGES
+    if version >= JOBS_VERSION:
+        wanted |= {f"{namespace}.{table}": privileges for table, privileges in ROUTER_PRIVILEGES.items()}
+        wanted[ledger.beside(ledger.jobs)] = "SELECT"
     return wanted
 
 
@@ -73,6 +87,7 @@ def grant_statements(settings: Settings, role: str) -> list[str]:
         *(f"GRANT {privileges} ON {table} TO {grantee};" for table, privileges in run_privileges(settings).items()),
         f"GRANT SELECT ON {settings.ledger.qualified} TO {grantee};",
         _sequence(settings, grantee),
+        *_functions(settings, ROUTER_FUNCTIONS, grantee),
     ]
 
 
@@ -91,9 +106,14 @@ def worker_statements(settings: Settings, role: str) -> list[str]:
     return [
         *_usage(settings, grantee),
         *(f"GRANT SELECT ON {table} TO {grantee};" for table in tables),
-        # Without arguments: each of these names is one function, whatever arguments a release has given it.
-        *(f"GRANT EXECUTE ON FUNCTION {namespace}.{name} TO {grantee};" for name in WORKER_FUNCTIONS),
+        *_functions(settings, WORKER_FUNCTIONS, grantee),
     ]
+
+
+def _functions(settings: Settings, functions: tuple[str, ...], grantee: str) -> list[str]:
+    # Without arguments: each of these names is one function, whatever arguments a release has given it.
+    namespace = quote(settings.namespace)
+    return [f"GRANT EXECUTE ON FUNCTION {namespace}.{name} TO {grantee};" for name in functions]
 
 
 def _sequence(settings: Settings, grantee: str) -> str:

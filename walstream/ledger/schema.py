@@ -30,6 +30,9 @@ REQUIRED_VERSION: Final = 1
 LEDGER_VERSION: Final = 2
 """What append, snapshots and everything else that a worker uses need."""
 
+JOBS_VERSION: Final = 3
+"""What jobs need: their state machine, the functions that move them, and dead letters."""
+
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
 
@@ -106,14 +109,19 @@ def partitioned_sql(ledger: LedgerTable, method: str, key: str) -> str:
     return fill(template, {**_columns(ledger), **_tables(ledger), **partitioning}).strip()
 
 
-def functions_sql(settings: Settings) -> str:
-    """The statements that make (or make anew) the functions that workers call; idempotent."""
-    return fill(functions_template(), names(settings))
+def functions_sql(settings: Settings, version: int | None = None) -> str:
+    """The statements that make (or make anew) the functions that workers call; idempotent.
+
+    Args:
+        version: of the schema that they are for; the newest that this release knows if not given.
+    """
+    return fill(functions_template(version), names(settings))
 
 
-def functions_template() -> str:
+def functions_template(version: int | None = None) -> str:
     """The same with ``$namespace``, ``$table`` and the like where names belong."""
-    return _template("functions.sql")
+    jobs = _template("jobs.sql") if version is None or version >= JOBS_VERSION else ""
+    return _template("functions.sql") + jobs
 
 
 def _template(file: str) -> str:
@@ -201,7 +209,7 @@ def statements(settings: Settings, version: int = 0, upto: int | None = None) ->
     for migration in lacking:
         scripts += [migration.sql(settings).strip(), migration.record(settings.namespace)]
     if brings_ledger(version, upto):
-        scripts.append(functions_sql(settings).strip())
+        scripts.append(functions_sql(settings, lacking[-1].version).strip())
     return scripts
 
 
