@@ -236,7 +236,7 @@ _EMPTY = """
         END LOOP;
         IF to_regnamespace('walstream') IS NOT NULL THEN
             FOR what IN SELECT tablename FROM pg_tables
-                         WHERE schemaname = 'walstream' AND tablename <> 'migrations' LOOP
+                         WHERE schemaname = 'walstream' AND tablename NOT IN ('migrations', 'job_transitions') LOOP
                 EXECUTE format('DELETE FROM walstream.%I', what);
             END LOOP;
             INSERT INTO walstream.generation (generation) VALUES (0);
