@@ -239,6 +239,7 @@ def test_events_are_filtered_and_paged(database: Database, write: Writer) -> Non
     assert f"--after {seqs[1]} goes on" in page.stderr
     assert ok("events", write.session, "--limit", "2", "--json", dsn=database.dsn).json["more"] is True
     assert "no such event" in ok("events", write.session, "--type", "x", dsn=database.dsn).stdout
+    assert call("events", write.session, "--limit", str(2**63), dsn=database.dsn).exit_code == 2
 
 
 def _payloads(document: Any) -> list[Any]:
@@ -395,6 +396,23 @@ def test_contexts_in_many_shapes_are_shown(database: Database, write: Writer) ->
     for words in ("in parts", "image_url", '{"odd":1}', "[/red] no markup", "from afar", "has not answered"):
         assert words in shown.replace('{"odd": 1}', '{"odd":1}')
     assert "1 events have no place in the messages" in shown
+
+
+def test_a_context_that_a_fold_made_otherwise_is_shown(
+    database: Database, write: Writer, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "other_folds_of_a_test.py").write_text(
+        "from walstream import Fold\nfold = Fold()\n"
+        "@fold.on('x')\n"
+        "def x(context, event):\n"
+        "    for name in (*context, 'set_aside', 'forked_from'):\n"
+        "        context[name] = event.payload['all']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("WALSTREAM_FOLD", "other_folds_of_a_test:fold")
+    for value in (5, "text", [1], {"a": None}, True):
+        write("x", all=value)
+        ok("context", write.session, dsn=database.dsn)
 
 
 # -- inflight ----------------------------------------------------------------------------------------

@@ -385,6 +385,31 @@ def test_the_settings_may_name_a_fold(tmp_path: Any, monkeypatch: pytest.MonkeyP
             load_fold(Settings(fold=name))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise RuntimeError('half written')", r"RuntimeError: half written \(.*:1\)$"),
+        ("x = = 1", "SyntaxError: .*line 1"),
+    ],
+)
+def test_a_module_that_fails_is_a_mistake_in_the_configuration(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    module = f"failing_folds_of_a_test_{len(text)}"
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        load_fold(Settings(fold=f"{module}:fold"))
+
+
+def test_a_function_that_fails_fails_with_the_event() -> None:
+    fold = Fold()
+    fold.on("x")(lambda context, _event: context["nothing"])
+    with pytest.raises(KeyError) as caught:
+        fold.fold([FoldEvent.of(7, SESSION, "agent", "x", {})])
+    assert caught.value.__notes__ == [f"while folding the x with seq 7 of session {SESSION}"]
+
+
 # -- cost ------------------------------------------------------------------------------------------------
 
 

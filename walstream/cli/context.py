@@ -178,24 +178,27 @@ def _words(content: Any) -> str:
 
 def _standing(made: Context) -> Iterator[tuple[str, str]]:
     """What else there is to know, a line each."""
+    # A fold of the application may put anything in its place.
     forked = made.get("forked_from")
-    if forked:
-        yield f"forked from session {forked.get('session')} at seq {forked.get('at_seq')}", ""
-    for call_id, call in (made.get("pending_tools") or {}).items():
+    if isinstance(forked, dict):
+        yield one_line(f"forked from session {forked.get('session')} at seq {forked.get('at_seq')}"), ""
+    pending = made.get("pending_tools")
+    for call_id, call in pending.items() if isinstance(pending, dict) else ():
         name = call.get("name") if isinstance(call, dict) else None
         attempt = call.get("attempt") if isinstance(call, dict) else None
         yield one_line(f"in flight: {name}, call {call_id}, attempt {attempt}"), "yellow"
     if made.get("pending_model"):
         yield "the model was asked and has not answered", "yellow"
     for word, key in (("handed over", "handoffs"), ("received", "handoffs_received")):
-        for handoff in made.get(key) or ():
+        handoffs = made.get(key)
+        for handoff in handoffs if isinstance(handoffs, list) else ():
             yield f"{word}: {shortened(_words(handoff), _ARGUMENTS)}", ""
     aside = made.get("set_aside")
-    if aside:
+    if isinstance(aside, dict):
         yield f"{aside.get('count')} events have no place in the messages; --json names the last ones", "yellow"
     outcome = made.get("outcome")
-    if outcome:
+    if isinstance(outcome, dict):
         yield (
-            f"{outcome.get('status')} at seq {outcome.get('seq')}",
-            "green" if outcome["status"] == "completed" else "red",
+            one_line(f"{outcome.get('status')} at seq {outcome.get('seq')}"),
+            "green" if outcome.get("status") == "completed" else "red",
         )

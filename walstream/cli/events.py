@@ -10,7 +10,7 @@ import typer
 from . import console
 from .options import Json, takes_settings
 from .session import PATIENT, installed
-from .shown import lines, one_line, shortened, time_of_day
+from .shown import MOST, lines, one_line, shortened, time_of_day
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
@@ -40,7 +40,7 @@ def events(
     ] = None,
     after: Annotated[int | None, typer.Option(metavar="SEQ", help="Only events with a higher seq.")] = None,
     last: Annotated[bool, typer.Option("--last", help="The last ones instead of the first.")] = False,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at the most.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="How many at the most.")] = 100,
     full: Annotated[bool, typer.Option("--full", help="Whole payloads instead of their beginnings.")] = False,
     as_json: Json = False,
 ) -> None:

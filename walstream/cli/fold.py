@@ -13,6 +13,7 @@ from walstream.errors import ExitCode
 from . import console
 from .options import Json, takes_settings
 from .session import PATIENT, installed
+from .shown import MOST
 
 if TYPE_CHECKING:
     from walstream.config import Settings
@@ -47,7 +48,7 @@ def check(
     sessions: Annotated[
         list[str] | None, typer.Option("--sessions", metavar="ID", help="Only this session; can be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="So many of the newest sessions.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="So many of the newest sessions.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Check that a fold is pure, over recorded sessions. Exit code 1 if it is not.

@@ -10,7 +10,7 @@ import typer
 from . import console
 from .options import Json, takes_settings
 from .session import PATIENT, installed
-from .shown import moment, one_line, shortened
+from .shown import MOST, moment, one_line, shortened
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
@@ -37,6 +37,7 @@ def inflight(
         int | None,
         typer.Option(
             min=1,
+            max=MOST,
             metavar="N",
             help="Look at the N sessions with the newest events only, instead of reading the whole ledger.",
         ),

@@ -9,7 +9,7 @@ import typer
 from . import console
 from .options import Json, takes_settings
 from .session import PATIENT, installed
-from .shown import moment, one_line, time_of_day
+from .shown import MOST, moment, one_line, time_of_day
 
 if TYPE_CHECKING:
     from walstream.config import Settings
@@ -31,7 +31,7 @@ def sessions(
     since: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only those with an event since then: 2026-02-03T04:05, or 15m.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at the most.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="How many at the most.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List sessions, those with the newest events first.

@@ -8,6 +8,9 @@ from typing import Final
 
 import typer
 
+MOST: Final = 1_000_000_000
+"""Of whatever is shown: more than anybody reads, and a number that Postgres takes."""
+
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}

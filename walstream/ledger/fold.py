@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -173,6 +174,10 @@ class Fold:
                 f"the {event.event_type} with seq {event.seq} of session {event.session_id} cannot be folded: {error}",
                 hint="no context can be made of this session from there on; up to the seq before it, it can",
             ) from error
+        except Exception as error:
+            # It is an application's function that failed, and its error stays what it is.
+            error.add_note(f"while folding the {event.event_type} with seq {event.seq} of session {event.session_id}")
+            raise
 
     def fold(self, events: Iterable[Foldable], context: Context | None = None) -> Context:
         """Fold events in the order in which they come (that of ``seq``), from an empty context or on top of one, which
@@ -229,6 +234,13 @@ def import_fold(name: str) -> Fold:
         raise ConfigError(
             f"the fold {name} cannot be imported: {error}",
             hint="start walstream in the folder that the module is in, or install it",
+        ) from error
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, SyntaxError) else f" ({at.filename}:{at.lineno})"  # which says its own
+        raise ConfigError(
+            f"the fold {name} cannot be imported: {type(error).__name__}: {error}{place}",
+            hint="the module itself failed",
         ) from error
     if not isinstance(found, Fold):
         raise ConfigError(f"{name} is a {type(found).__name__}, not a walstream.Fold")
