@@ -346,6 +346,29 @@ def test_a_seq_that_somebody_chose_settles_nothing(world: World) -> None:
     assert len(rebuilt(world)["handoffs"]) == 1
 
 
+@pytest.mark.parametrize(
+    "back", ["SELECT setval('agent_events_seq_seq', 1)", "ALTER SEQUENCE agent_events_seq_seq RESTART WITH 2"]
+)
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_sequence_that_is_set_back_begins_anew(world: World, back: str, noted: bool) -> None:
+    settling, watcher, other = Settling(world.settings, interval=0), world.connect(), world.connect()
+    world.insert("x.y")
+    world.execute("SELECT setval('agent_events_seq_seq', 1000)")
+    if noted:  # it waits for somebody when it happens
+        _insert(other, SESSIONS[1])
+        assert settled(settling, watcher) == 0
+        other.rollback()
+    else:
+        assert settled(settling, watcher) == 1000
+    world.execute(back)
+    writer = world.connect()
+    low = _insert(writer, SESSIONS[0])
+    world.insert("x.y")
+    assert settled(settling, watcher) < low
+    writer.commit()
+    assert settled(settling, watcher) == low + 1
+
+
 def test_in_repeatable_read_a_number_is_settled_for_the_next_transaction(world: World) -> None:
     settling, watcher = Settling(world.settings, interval=0), world.connect()
     watcher.set_session(isolation_level="REPEATABLE READ")

@@ -120,6 +120,9 @@ class Settling:
         if time.monotonic() - self._looked_at < self._interval:
             return self.mark
         self._looked_at = time.monotonic()
+        if self._was_set_back(cur):
+            self._note = self._sequence = None
+            self.mark = self._next = 0
         if self._note is not None:
             self._look_again(cur, self._note)
         if self._note is None:
@@ -132,19 +135,34 @@ class Settling:
             if self._sequence is None:
                 return
         # The number first, and only then what it is judged by: partitions, the sequence's options, holders.
-        cur.execute("SELECT pg_catalog.pg_sequence_last_value(%s::oid::regclass)", (self._sequence,))
-        row: Any = cur.fetchone()
-        if row[0] is None or row[0] <= max(self.mark, self._next):
+        number = self._last_number(cur, self._sequence)
+        if number is None or number <= max(self.mark, self._next):
             return
         facts = self._read_facts(cur)
         if facts.sequence != self._sequence:
             self._sequence = None
             return
-        note = _Note(int(row[0]), facts, self._holders(cur, facts.tables))
+        note = _Note(number, facts, self._holders(cur, facts.tables))
         if note.holders:
             self._note = note
         else:
             self._settled(note, facts)
+
+    def _was_set_back(self, cur: Cursor) -> bool:
+        """Whether the sequence gives numbers again that were past (``setval``, ``RESTART``)."""
+        highest = max(self.mark, self._next, 0 if self._note is None else self._note.number)
+        if self._sequence is None or not highest:
+            return False
+        number = self._last_number(cur, self._sequence)
+        return number is None or number < highest
+
+    def _last_number(self, cur: Cursor, sequence: int) -> int | None:
+        cur.execute(
+            "SELECT pg_catalog.pg_sequence_last_value(s.oid) FROM pg_catalog.pg_class AS s WHERE s.oid = %s",
+            (sequence,),
+        )
+        row: Any = cur.fetchone()
+        return None if row is None or row[0] is None else int(row[0])
 
     def _look_again(self, cur: Cursor, note: _Note) -> None:
         facts = self._read_facts(cur)
