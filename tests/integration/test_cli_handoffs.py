@@ -63,9 +63,25 @@ def test_the_dead_are_listed_with_their_reason(world: World) -> None:
     assert "'ghost'" in shown
     assert "'[red]x'" in shown
     assert SESSIONS[1] in shown
-    assert "2 handoffs have no job" in shown
+    assert "handoffs without a job: 2" in shown
     assert dead(world, "--session", SESSIONS[1]) == [second]
     assert "the oldest 1 are shown" in handoffs(world, "dead", "--limit", "1").stdout
+
+
+def test_status_says_that_somebody_has_to_look(world: World) -> None:
+    def problems() -> list[str]:
+        return [each for each in call("status", "--json", dsn=world.database.dsn).json["problems"] if "job" in each]
+
+    assert problems() == []
+    seq = bury(world, "ghost")
+    assert problems() == ["handoffs without a job, which wait for a person: 1 (`walstream handoffs dead`)"]
+    handoffs(world, "reroute", str(seq), "--to", "b")
+    assert problems() == []
+    world.execute("ALTER TABLE walstream.dead_letters RENAME TO gone")  # as before `walstream migrate`
+    try:
+        assert problems() == []
+    finally:
+        world.execute("ALTER TABLE walstream.gone RENAME TO dead_letters")
 
 
 def test_they_are_routed_by_the_rules_of_a_stream(world: World) -> None:

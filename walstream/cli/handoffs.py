@@ -78,7 +78,26 @@ def dead(
     else:
         _show(rows)
         more = f"; the oldest {len(rows)} are shown" if len(rows) < count else ""
-        console.say(f"{count} handoffs have no job{more}")
+        console.say(f"handoffs without a job: {count}{more}")
+
+
+def count_dead(conn: Connection, settings: Settings) -> int:
+    """How many `dead` lists; none where the schema has no jobs yet, or this login may not see them.
+
+    Args:
+        conn: in autocommit.
+    """
+    from psycopg2.errors import InsufficientPrivilege, UndefinedColumn, UndefinedTable
+
+    from walstream.ledger.stored_rows import statement
+
+    with conn.cursor() as cur:
+        try:
+            cur.execute(statement(settings, _COUNT), {"session": None})
+        except (InsufficientPrivilege, UndefinedColumn, UndefinedTable):
+            return 0
+        (count,) = cur.fetchone() or (0,)
+    return int(count)
 
 
 def _show(rows: list[tuple[Any, ...]]) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from walstream.config import Settings, quote
 from walstream.ledger.identity import Identity, read_identity
 
+from .handoffs import count_dead
+
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
@@ -135,7 +137,10 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
         row = cur.fetchone()
         head = 0 if row is None else int(row[0])
     projectors = tuple(_projector(conn, settings, row, head) for row in rows)
-    return Standing(identity, head, slot, ingest, projectors, tuple(_problems(identity, slot, ingest, projectors)))
+    problems = _problems(identity, slot, ingest, projectors)
+    if dead := count_dead(conn, settings):
+        problems.append(f"handoffs without a job, which wait for a person: {dead} (`walstream handoffs dead`)")
+    return Standing(identity, head, slot, ingest, projectors, tuple(problems))
 
 
 def _slot(cur: Cursor, name: str) -> SlotStanding:
