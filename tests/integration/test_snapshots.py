@@ -525,6 +525,38 @@ def test_a_release_that_was_rolled_back_takes_the_newer_ones_snapshots_back_too(
         check(world.connection, world.settings, fold)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_writer_that_holds_nothing_of_the_parent_takes_them_back_too(world: World, first: bool) -> None:
+    """The parent has no snapshot, so nothing of it says that the event came late."""
+    drawn = []
+    for number in range(2):
+        if first == (number == 0):
+            drawn = [world.execute("SELECT nextval('agent_events_seq_seq')")[0][0]]  # under no lock: nobody can know
+        at = world.insert("handoff.emitted")
+        world.order(at)
+    child, seq = world.execute("SELECT session, seq FROM walstream.fork(%s, %s, 'a')", SESSIONS[0], at[0])[0]
+    grandchild, other = world.execute("SELECT session, seq FROM walstream.fork(%s, %s, 'a')", child, seq)[0]
+    world.order([seq], [other])
+    for _ in range(2):
+        world.add("handoff.emitted", session=grandchild)
+    writer = Driver(world, every_events=3)
+    writer.run()
+    assert rows(world, "settled_seq >= upto_seq", session=grandchild) == [True]
+    assert rows(world) == rows(world, session=child) == []
+    world.execute(
+        "INSERT INTO agent_events (seq, session_id, agent_id, event_type, payload)"
+        " VALUES (%s, %s, 'a', 'handoff.emitted', '{}')",
+        drawn[0],
+        SESSIONS[0],
+    )
+    world.order(drawn)
+    again = Driver(world, every_events=3)
+    again.position = writer.position
+    again.run()
+    check(world.connection, world.settings)
+    assert len(rebuilt(world, grandchild)["handoffs"]) == 5
+
+
 def test_a_session_that_goes_on_from_itself_is_an_error_that_says_so(world: World) -> None:
     one, two = SESSIONS[:2]
     for session, parent in ((one, two), (two, one)):

@@ -36,6 +36,7 @@ _EXPANDED: Final = frozenset({b"context.loaded", b"session.forked"})
 _FRESH: Final = """
 SELECT u.session::text FROM unnest(%(sessions)s::$type[], %(seqs)s::bigint[]) AS u (session, seq)
  WHERE NOT EXISTS (SELECT FROM $snapshots AS s WHERE s.session_id = u.session)
+   AND NOT EXISTS (SELECT FROM $namespace.forks AS f WHERE f.parent_id = u.session)
    AND NOT EXISTS (SELECT FROM $table AS e WHERE e.$session_id = u.session AND e.$seq < u.seq)"""
 
 _ROWS: Final = """
@@ -191,7 +192,7 @@ class LaneFolds:
             else:
                 session = self._load(cur, session_id, event)
         if session.others is not None and event.seq <= session.others[0] and event.offset > session.others[1]:
-            # It came late for snapshots of another version of the fold, which nobody looks at but this one.
+            # It came late for snapshots that nobody would look at otherwise.
             self._drop(cur, event)
             session.others = self.table.others(cur, session_id)
         if event.offset > session.base_offset:

@@ -72,8 +72,18 @@ DELETE FROM $snapshots WHERE session_id = %(session)s AND upto_seq >= %(seq)s
    AND fold_version IS NOT NULL AND quarantined_at IS NULL"""
 
 _OTHERS: Final = """
-SELECT max(settled_seq), min(coalesce(upto_offset, 0)) FROM $snapshots
- WHERE session_id = %(session)s AND fold_version <> %(version)s AND quarantined_at IS NULL"""
+WITH RECURSIVE line AS (
+    SELECT f.session_id, f.at_seq FROM $namespace.forks AS f WHERE f.parent_id = %(session)s
+     UNION
+    SELECT f.session_id, line.at_seq FROM line JOIN $namespace.forks AS f ON f.parent_id = line.session_id
+)
+SELECT max(x.reach), min(x.upto_offset) FROM (
+    SELECT s.settled_seq AS reach, coalesce(s.upto_offset, 0) AS upto_offset FROM $snapshots AS s
+     WHERE s.session_id = %(session)s AND s.fold_version <> %(version)s AND s.quarantined_at IS NULL
+     UNION ALL
+    SELECT line.at_seq, coalesce(s.upto_offset, 0) FROM line JOIN $snapshots AS s ON s.session_id = line.session_id
+     WHERE s.fold_version IS NOT NULL AND s.quarantined_at IS NULL
+) AS x"""
 
 # Every session that goes on from this one at that seq or later, and those that go on from them.
 _FORKS: Final = """
@@ -229,8 +239,9 @@ class SnapshotTable:
         return cur.rowcount
 
     def others(self, cur: Cursor, session_id: str) -> tuple[int, int] | None:
-        """How far the session's snapshots of other versions of the fold have settled, and the lowest of their offsets;
-        ``None`` if there are none. A release that is rolled back, or comes again, will use them."""
+        """Up to which seq other snapshots rely on the session's events, and the lowest of their offsets; ``None`` if
+        there are none. They are those of other versions of the fold (a release that is rolled back, or comes again,
+        will use them) and those of its forks."""
         cur.execute(self.sql(_OTHERS), {"session": session_id, "version": self.version})
         row: Any = cur.fetchone()
         return None if row[0] is None else (int(row[0]), int(row[1]))
