@@ -59,7 +59,8 @@ WORKER_TABLES: Final = (
 )
 WORKER_FUNCTIONS: Final = (
     *("append", "append_batch", "appended", "fork", "session_lock_key"),
-    "submit_job",
+    *("submit_job", "claim_job", "begin_job", "renew_job", "complete_job", "fail_job", "release_job"),
+    *("await_human", "resume_job", "cancel_job", "retry_job"),
 )
 
 

@@ -24,7 +24,7 @@ CREATE INDEX IF NOT EXISTS walstream_jobs_taken ON $jobs (session_id, job_id) WH
 CREATE TABLE $namespace.job_transitions (
     from_status text NOT NULL,
     to_status   text NOT NULL,
-    what        text NOT NULL,                              -- which function, and when
+    what        text NOT NULL,                              -- which functions make it, and when
     PRIMARY KEY (from_status, to_status)
 );
 INSERT INTO $namespace.job_transitions (from_status, to_status, what) VALUES
@@ -32,16 +32,16 @@ INSERT INTO $namespace.job_transitions (from_status, to_status, what) VALUES
     ('CREATED',        'CANCELED',       'cancel_job'),
     ('SUBMITTED',      'DELIVERED',      'claim_job'),
     ('SUBMITTED',      'CANCELED',       'cancel_job'),
-    ('DELIVERED',      'DELIVERED',      'claim_job, the lease expired'),
+    ('DELIVERED',      'DELIVERED',      'claim_job when the lease expired'),
     ('DELIVERED',      'IN_PROGRESS',    'begin_job'),
     ('DELIVERED',      'SUBMITTED',      'fail_job to try again, release_job'),
-    ('DELIVERED',      'FAILED',         'fail_job, or no attempt is left'),
+    ('DELIVERED',      'FAILED',         'fail_job, claim_job when no attempt is left'),
     ('DELIVERED',      'CANCELED',       'cancel_job'),
     ('IN_PROGRESS',    'COMPLETED',      'complete_job'),
     ('IN_PROGRESS',    'AWAITING_HUMAN', 'await_human'),
-    ('IN_PROGRESS',    'DELIVERED',      'claim_job, the lease expired'),
+    ('IN_PROGRESS',    'DELIVERED',      'claim_job when the lease expired'),
     ('IN_PROGRESS',    'SUBMITTED',      'fail_job to try again, release_job'),
-    ('IN_PROGRESS',    'FAILED',         'fail_job, or no attempt is left'),
+    ('IN_PROGRESS',    'FAILED',         'fail_job, claim_job when no attempt is left'),
     ('IN_PROGRESS',    'CANCELED',       'cancel_job'),
     ('AWAITING_HUMAN', 'SUBMITTED',      'resume_job'),
     ('AWAITING_HUMAN', 'CANCELED',       'cancel_job'),
@@ -117,6 +117,14 @@ BEGIN
     END LOOP;
 END
 $walstream_body$;
+
+-- What a claim answers with.
+CREATE TYPE $namespace.job AS (
+    job_id bigint, session_id text, agent_id text, event_seq bigint, status text, priority integer, attempts integer,
+    max_delivery_attempts integer, next_try timestamptz, hops integer, error text, lease_owner text,
+    lease_expires_at timestamptz, fencing_token bigint, created_at timestamptz, updated_at timestamptz,
+    finished_at timestamptz
+);
 
 -- Handoffs that nobody could be found for. References, never copies; they can be routed later.
 CREATE TABLE $namespace.dead_letters (

@@ -73,5 +73,298 @@ BEGIN
 END
 $walstream_body$;
 
-REVOKE ALL ON FUNCTION $namespace.check_job_status() FROM PUBLIC;
-REVOKE ALL ON FUNCTION $namespace.submit_job(text, text, bigint, integer, integer, integer, timestamptz) FROM PUBLIC;
+-- A job's row, held until the transaction ends, for who has its lease; for anybody, if no token is asked for.
+CREATE OR REPLACE FUNCTION $namespace.hold_job(job bigint, token bigint, anybody boolean) RETURNS $namespace.job
+LANGUAGE plpgsql AS $walstream_body$
+DECLARE
+    held $namespace.job;
+BEGIN
+    SELECT j.job_id, j.session_id, j.agent_id, j.event_seq, j.status, j.priority, j.attempts, j.max_delivery_attempts,
+           j.next_try, j.hops, j.error, j.lease_owner, j.lease_expires_at, j.fencing_token, j.created_at, j.updated_at,
+           j.finished_at
+      INTO held FROM $jobs AS j WHERE j.job_id = job FOR UPDATE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'walstream: there is no job %', coalesce(job::text, 'NULL') USING ERRCODE = 'WS002';
+    ELSIF NOT anybody AND held.fencing_token IS DISTINCT FROM token THEN
+        RAISE EXCEPTION 'walstream: the fencing token % of job % is stale, its token is % now: another worker has it, or'
+            ' it was canceled', coalesce(token::text, 'NULL'), job, held.fencing_token USING ERRCODE = 'WS001';
+    END IF;
+    RETURN held;
+END
+$walstream_body$;
+
+-- Whether the state machine lets a function make this change of a job.
+CREATE OR REPLACE FUNCTION $namespace.check_transition(job bigint, before text, after text, by text) RETURNS void
+LANGUAGE plpgsql AS $walstream_body$
+BEGIN
+    IF NOT EXISTS (
+        SELECT FROM $namespace.job_transitions AS t
+         WHERE t.from_status = before AND t.to_status = after AND t.what ~ ('\m' || by || '\M')
+    ) THEN
+        RAISE EXCEPTION 'walstream: job % is %, and % cannot make it %', job, before, by, after
+            USING ERRCODE = 'WS004', HINT = 'The transitions stand in ' || $namespace_name || '.job_transitions.';
+    END IF;
+END
+$walstream_body$;
+
+-- Whether something else goes on in a job's session, so that it has to wait. One that waits lets everything pass that
+-- was begun, and what is older; one whose lease expired goes on before whatever only waits.
+CREATE OR REPLACE FUNCTION $namespace.session_is_busy(
+    session text, job bigint, since timestamptz, waits boolean, at timestamptz
+) RETURNS boolean
+LANGUAGE plpgsql STABLE AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_session $jobs.session_id%TYPE := session;
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM $jobs AS o
+         WHERE o.session_id = v_session AND o.job_id <> job
+           AND o.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS', 'AWAITING_HUMAN')
+           AND CASE o.status
+                   WHEN 'AWAITING_HUMAN' THEN true
+                   WHEN 'SUBMITTED' THEN waits AND (o.created_at, o.job_id) < (since, job)
+                   ELSE waits OR coalesce(o.lease_expires_at > at, false) OR (o.created_at, o.job_id) < (since, job)
+               END
+    );
+END
+$walstream_body$;
+
+-- The next job of an agent, for a worker that names itself as its owner; no row if there is none to be had now.
+-- The caller commits, and has then the lease for so many seconds. Order: priority, then age.
+CREATE OR REPLACE FUNCTION $namespace.claim_job(
+    agent_id text, owner text, lease_seconds double precision DEFAULT 60, per_session boolean DEFAULT true,
+    concurrency integer DEFAULT NULL
+) RETURNS SETOF $namespace.job
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_now timestamptz;
+    v_open record;
+    v_job record;
+    v_expired boolean;
+    v_once_more boolean;
+    v_claimed $namespace.job;
+BEGIN
+    IF claim_job.agent_id IS NULL OR claim_job.owner IS NULL OR lease_seconds IS NULL OR lease_seconds <= 0 THEN
+        RAISE EXCEPTION 'walstream: a claim needs an agent, an owner, and a lease of more than 0 seconds'
+            USING ERRCODE = 'invalid_parameter_value';
+    ELSIF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        -- What others have just claimed has to be seen once its lock is had.
+        RAISE EXCEPTION 'walstream: jobs are claimed under READ COMMITTED, and this transaction is %',
+            upper(current_setting('transaction_isolation')) USING ERRCODE = 'invalid_transaction_state';
+    END IF;
+    IF concurrency IS NOT NULL THEN
+        -- One at a time counts and claims.
+        PERFORM pg_advisory_xact_lock(hashtextextended(claim_job.agent_id, hashtextextended($jobs_name || ' agent', 0)));
+    END IF;
+    LOOP
+        v_now := clock_timestamp();
+        v_once_more := false;
+        IF concurrency <= (
+            SELECT count(*) FROM $jobs AS j
+             WHERE j.agent_id = claim_job.agent_id AND j.status IN ('DELIVERED', 'IN_PROGRESS')
+               AND j.lease_expires_at > v_now
+        ) THEN
+            RETURN;
+        END IF;
+        FOR v_open IN
+            SELECT j.job_id FROM $jobs AS j
+             WHERE j.agent_id = claim_job.agent_id AND j.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS')
+               AND CASE j.status WHEN 'SUBMITTED' THEN coalesce(j.next_try <= v_now, true)
+                                 ELSE coalesce(j.lease_expires_at <= v_now, true) END
+               AND (NOT per_session OR NOT $namespace.session_is_busy(j.session_id::text, j.job_id, j.created_at,
+                                                                      j.status = 'SUBMITTED', v_now))
+             ORDER BY j.priority DESC, j.created_at, j.job_id
+             LIMIT 1000
+        LOOP
+            -- Another may have claimed it since: one row at a time is locked, so that nobody passes by a free one.
+            SELECT j.job_id, j.session_id::text AS session_id, j.status, j.attempts, j.max_delivery_attempts, j.created_at
+              INTO v_job FROM $jobs AS j
+             WHERE j.job_id = v_open.job_id AND j.agent_id = claim_job.agent_id
+               AND j.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS')
+               AND CASE j.status WHEN 'SUBMITTED' THEN coalesce(j.next_try <= v_now, true)
+                                 ELSE coalesce(j.lease_expires_at <= v_now, true) END
+               FOR UPDATE SKIP LOCKED;
+            CONTINUE WHEN NOT FOUND;
+            IF per_session THEN
+                -- Who claims in the same session at this moment is not seen yet, but has the lock; afterwards it is seen.
+                CONTINUE WHEN NOT pg_try_advisory_xact_lock(
+                    hashtextextended(v_job.session_id, hashtextextended($jobs_name || ' session', 0))
+                );
+                CONTINUE WHEN $namespace.session_is_busy(
+                    v_job.session_id, v_job.job_id, v_job.created_at, v_job.status = 'SUBMITTED', v_now
+                );
+            END IF;
+            v_expired := v_job.status <> 'SUBMITTED' AND v_job.attempts >= v_job.max_delivery_attempts;
+            PERFORM $namespace.check_transition(
+                v_job.job_id, v_job.status, CASE WHEN v_expired THEN 'FAILED' ELSE 'DELIVERED' END, 'claim_job'
+            );
+            IF v_expired THEN
+                UPDATE $jobs AS j
+                   SET status = 'FAILED', fencing_token = j.fencing_token + 1, finished_at = v_now, updated_at = v_now,
+                       error = format('the lease of %s expired at its last attempt, number %s',
+                                      coalesce(j.lease_owner, 'nobody'), j.attempts),
+                       lease_owner = NULL, lease_expires_at = NULL
+                 WHERE j.job_id = v_job.job_id;
+                v_once_more := true;   -- its session may go on now
+                EXIT;
+            END IF;
+            UPDATE $jobs AS j
+               SET status = 'DELIVERED', fencing_token = j.fencing_token + 1, attempts = j.attempts + 1,
+                   lease_owner = claim_job.owner, next_try = NULL, updated_at = v_now,
+                   lease_expires_at = clock_timestamp() + make_interval(secs => lease_seconds)
+             WHERE j.job_id = v_job.job_id;
+            v_claimed := $namespace.hold_job(v_job.job_id, NULL, true);
+            RETURN NEXT v_claimed;
+            RETURN;
+        END LOOP;
+        EXIT WHEN NOT v_once_more;
+    END LOOP;
+END
+$walstream_body$;
+
+-- The worker has begun.
+CREATE OR REPLACE FUNCTION $namespace.begin_job(job_id bigint, token bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(begin_job.job_id, token, false);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'IN_PROGRESS', 'begin_job');
+    UPDATE $jobs AS j SET status = 'IN_PROGRESS', updated_at = clock_timestamp() WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- The worker is alive. False, and nothing is changed, if it has the lease no longer: it should stop.
+CREATE OR REPLACE FUNCTION $namespace.renew_job(job_id bigint, token bigint, lease_seconds double precision DEFAULT 60)
+RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+BEGIN
+    IF lease_seconds IS NULL OR lease_seconds <= 0 THEN
+        RAISE EXCEPTION 'walstream: a lease has more than 0 seconds' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    UPDATE $jobs AS j SET lease_expires_at = clock_timestamp() + make_interval(secs => lease_seconds)
+     WHERE j.job_id = renew_job.job_id AND j.fencing_token = token AND j.status IN ('DELIVERED', 'IN_PROGRESS');
+    RETURN FOUND;
+END
+$walstream_body$;
+
+-- Done. To be called last in the transaction that holds what was done.
+CREATE OR REPLACE FUNCTION $namespace.complete_job(job_id bigint, token bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(complete_job.job_id, token, false);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'COMPLETED', 'complete_job');
+    UPDATE $jobs AS j
+       SET status = 'COMPLETED', lease_owner = NULL, lease_expires_at = NULL, error = NULL,
+           finished_at = clock_timestamp(), updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- It did not work: once more after so many seconds, if an attempt is left; for good, if NULL. Answers with the status.
+CREATE OR REPLACE FUNCTION $namespace.fail_job(
+    job_id bigint, token bigint, error text, retry_after double precision DEFAULT NULL
+) RETURNS text
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(fail_job.job_id, token, false);
+    v_again CONSTANT boolean := retry_after IS NOT NULL AND v_job.attempts < v_job.max_delivery_attempts;
+    v_status CONSTANT text := CASE WHEN v_again THEN 'SUBMITTED' ELSE 'FAILED' END;
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, v_status, 'fail_job');
+    UPDATE $jobs AS j
+       SET status = v_status, lease_owner = NULL, lease_expires_at = NULL, error = fail_job.error,
+           next_try = CASE WHEN v_again THEN clock_timestamp() + make_interval(secs => greatest(retry_after, 0)) END,
+           finished_at = CASE WHEN NOT v_again THEN clock_timestamp() END, updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+    RETURN v_status;
+END
+$walstream_body$;
+
+-- The worker stops, and nothing was wrong with the job: somebody else may have it at once, and no attempt is counted.
+CREATE OR REPLACE FUNCTION $namespace.release_job(job_id bigint, token bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(release_job.job_id, token, false);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'SUBMITTED', 'release_job');
+    UPDATE $jobs AS j
+       SET status = 'SUBMITTED', lease_owner = NULL, lease_expires_at = NULL, next_try = NULL,
+           attempts = greatest(j.attempts - 1, 0), updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- A person has to decide. Nothing is held meanwhile: no lease, no timer, no process.
+CREATE OR REPLACE FUNCTION $namespace.await_human(job_id bigint, token bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(await_human.job_id, token, false);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'AWAITING_HUMAN', 'await_human');
+    UPDATE $jobs AS j
+       SET status = 'AWAITING_HUMAN', lease_owner = NULL, lease_expires_at = NULL, updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- A person has decided: any worker goes on. What was delivered until now went well, so attempts begin anew.
+CREATE OR REPLACE FUNCTION $namespace.resume_job(job_id bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(resume_job.job_id, NULL, true);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'SUBMITTED', 'resume_job');
+    UPDATE $jobs AS j SET status = 'SUBMITTED', attempts = 0, next_try = NULL, updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- Nobody is to do it any more. Who is at it can write nothing from here on: its token is stale.
+CREATE OR REPLACE FUNCTION $namespace.cancel_job(job_id bigint, reason text DEFAULT NULL) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(cancel_job.job_id, NULL, true);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'CANCELED', 'cancel_job');
+    UPDATE $jobs AS j
+       SET status = 'CANCELED', fencing_token = j.fencing_token + 1, lease_owner = NULL, lease_expires_at = NULL,
+           error = reason, next_try = NULL, finished_at = clock_timestamp(), updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- Once more, from the beginning, for a job that failed for good or was canceled.
+CREATE OR REPLACE FUNCTION $namespace.retry_job(job_id bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_job CONSTANT $namespace.job := $namespace.hold_job(retry_job.job_id, NULL, true);
+BEGIN
+    PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'SUBMITTED', 'retry_job');
+    UPDATE $jobs AS j
+       SET status = 'SUBMITTED', attempts = 0, next_try = NULL, finished_at = NULL, updated_at = clock_timestamp()
+     WHERE j.job_id = v_job.job_id;
+END
+$walstream_body$;
+
+-- Nobody may move a job until it is granted (`walstream init --worker ROLE`).
+REVOKE ALL ON FUNCTION $namespace.check_job_status(), $namespace.hold_job(bigint, bigint, boolean),
+    $namespace.check_transition(bigint, text, text, text),
+    $namespace.session_is_busy(text, bigint, timestamptz, boolean, timestamptz) FROM PUBLIC;
+REVOKE ALL ON FUNCTION $namespace.submit_job(text, text, bigint, integer, integer, integer, timestamptz),
+    $namespace.claim_job(text, text, double precision, boolean, integer), $namespace.begin_job(bigint, bigint),
+    $namespace.renew_job(bigint, bigint, double precision), $namespace.complete_job(bigint, bigint),
+    $namespace.fail_job(bigint, bigint, text, double precision), $namespace.release_job(bigint, bigint),
+    $namespace.await_human(bigint, bigint), $namespace.resume_job(bigint), $namespace.cancel_job(bigint, text),
+    $namespace.retry_job(bigint) FROM PUBLIC;
