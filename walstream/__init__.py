@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from walstream.errors import CallSettled as CallSettled
     from walstream.errors import ConfigError as ConfigError
     from walstream.errors import Fenced as Fenced
+    from walstream.errors import JobRefused as JobRefused
     from walstream.errors import LedgerError as LedgerError
     from walstream.errors import PayloadError as PayloadError
     from walstream.errors import RecoveryBusy as RecoveryBusy
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from walstream.ledger.inflight import InFlightCall as InFlightCall
     from walstream.ledger.inflight import call_key as call_key
     from walstream.ledger.inflight import inflight as inflight
+    from walstream.ledger.jobs import Job as Job
+    from walstream.ledger.jobs import Jobs as Jobs
     from walstream.ledger.ledger import Appended as Appended
     from walstream.ledger.ledger import Draft as Draft
     from walstream.ledger.ledger import Forked as Forked
@@ -58,6 +61,9 @@ _HOMES = {
     "Fold": "walstream.ledger.fold",
     "FoldedSession": "walstream.ledger.folded_session",
     "FunctionProjector": "walstream.engine.projector",
+    "Job": "walstream.ledger.jobs",
+    "JobRefused": "walstream.errors",
+    "Jobs": "walstream.ledger.jobs",
     "Ledger": "walstream.ledger.ledger",
     "LedgerError": "walstream.errors",
     "InFlightCall": "walstream.ledger.inflight",

@@ -120,6 +120,10 @@ class CallSettled(WalstreamError):
     """A tool call is not in flight any more as it was listed: answered, abandoned, or tried again by somebody else."""
 
 
+class JobRefused(WalstreamError):
+    """A job is not in a state in which what was asked of it can be done."""
+
+
 class Fenced(WalstreamError):
     """Another process holds a newer generation: whatever this one still wanted to write was refused."""
 

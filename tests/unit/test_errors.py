@@ -21,6 +21,7 @@ PROMISED: dict[type[WalstreamError], tuple[int, bool]] = {
     errors.UnknownSession: (3, False),
     errors.RecoveryBusy: (4, True),
     errors.CallSettled: (1, False),
+    errors.JobRefused: (1, False),
     errors.Fenced: (8, False),
     errors.ProjectorHalted: (7, False),
     errors.RetryLater: (1, False),

@@ -15,11 +15,12 @@ from uuid import UUID
 from pydantic import BaseModel
 
 from walstream.config import Settings, load, quote
-from walstream.errors import ConfigError, Fenced, LedgerError, PayloadError, WalstreamError
+from walstream.errors import PayloadError
 from walstream.event import parse_payload
 
-from .adapters import Statement, encoding_named, execute, failure
+from .adapters import Statement, encoding_named, execute
 from .json_values import check_word, json_text
+from .refusals import refusal
 from .taxonomy import TAXONOMY, payload_value
 
 Durability = Literal["on", "local", "off"]
@@ -256,43 +257,10 @@ class Ledger:
             with encoding_named():
                 return execute(on, named, values)
         except Exception as error:
-            refused = self._refused(error, function, what)
+            refused = refusal(error, self._settings.namespace, function, what)
             if refused is None:
                 raise
             raise refused from error
-
-    def _refused(self, error: Exception, function: str, what: str) -> WalstreamError | None:
-        """Our error for what the functions refuse; ``None`` for everything else, which stays the driver's."""
-        found = failure(error)
-        if found is None:
-            return None
-        namespace = self._settings.namespace
-        said = found.message.removeprefix("walstream: ")
-        if found.state == "WS001":
-            return Fenced(
-                f"{what}: {said}",
-                hint="roll back and stop: whoever has the job now goes on from what is in the ledger",
-            )
-        if found.state == "WS002":
-            return LedgerError(f"{what}: {said}", hint="the job was removed, or it is a job of another ledger")
-        if found.state == "WS003":
-            return LedgerError(said, hint="`walstream events SESSION` shows a session's seqs")
-        if found.state == "22P02" and "uuid" in said and found.inside:
-            return LedgerError(f"{what}: {said}", hint="the ledger's session ids are UUIDs")
-        if found.state == "23514" and "no partition" in said:
-            return LedgerError(f"{what}: {said}", hint="`walstream partitions` makes partitions ahead of time")
-        if found.inside:
-            return None
-        if found.state == "3F000":
-            return ConfigError(f"walstream is not installed here: {said}", hint="run `walstream init`")
-        if found.state == "42883" and f"{namespace}.{function}" in said:
-            return ConfigError(
-                f"the schema {namespace!r} has no function {function!r}",
-                hint="run `walstream migrate`, which brings an older schema up to date",
-            )
-        if found.state == "42501":
-            return ConfigError(f"this role may not append: {said}", hint="as the owner: `walstream init --worker ROLE`")
-        return None
 
 
 def _session(value: str | UUID) -> str:

@@ -1,0 +1,208 @@
+"""``Jobs`` and ``walstream jobs``: the functions of jobs from Python and from the command line."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import psycopg2
+import pytest
+from psycopg2.extensions import make_dsn
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
+
+from tests.conftest import Database, Server
+from tests.integration.test_append_sql import ODD, A, B, Ledger
+from walstream import ConfigError, Fenced, Job, JobRefused, Jobs, LedgerError
+from walstream.config import Settings
+from walstream.ledger import schema
+from walstream.ledger.grants import worker_statements
+from walstream.ledger.jobs import STATUSES
+
+
+@pytest.fixture
+def ledger(database: Database) -> Ledger:
+    return Ledger(database)
+
+
+@pytest.fixture
+def jobs(ledger: Ledger) -> Jobs:
+    return Jobs(ledger.settings)
+
+
+@pytest.fixture
+def on(ledger: Ledger) -> Any:
+    conn = ledger.database.connect()
+    conn.autocommit = True
+    return conn
+
+
+def _claim(jobs: Jobs, on: Any) -> Job:
+    job = jobs.claim("a", "me", on=on)
+    assert job is not None
+    return job
+
+
+def test_the_life_of_a_job(jobs: Jobs, on: Any) -> None:
+    due = datetime(2020, 2, 3, 4, 5, 6, 789, tzinfo=UTC)
+    number, created = jobs.submit(
+        A, "a", event_seq=1 << 40, priority=2, hops=3, max_delivery_attempts=3, not_before=due, on=on
+    )
+    assert created
+    assert jobs.submit(A, "a", event_seq=1 << 40, on=on) == (number, False)
+    waiting = jobs.get(number, on=on)
+    assert (waiting.status, waiting.next_try, waiting.event_seq, waiting.hops) == ("SUBMITTED", due, 1 << 40, 3)
+
+    job = jobs.claim("a", "me", lease_seconds=30, concurrency=1, on=on)
+    assert job is not None
+    assert (job.job_id, job.session_id, job.agent_id, job.status) == (number, A, "a", "DELIVERED")
+    assert (job.attempts, job.fencing_token, job.lease_owner, job.priority) == (1, 1, "me", 2)
+    assert job.lease_expires_at is not None
+    assert timedelta(seconds=25) < job.lease_expires_at - datetime.now(UTC) < timedelta(seconds=35)
+    assert jobs.claim("a", "other", on=on) is None
+
+    jobs.begin(job, on=on)
+    assert jobs.renew(job, on=on) is True
+    jobs.await_human(number, job.fencing_token, on=on)
+    jobs.resume(number, on=on)
+    again = _claim(jobs, on)
+    jobs.release(again, on=on)
+    again = _claim(jobs, on)
+    assert jobs.fail(again, "no network", retry_after=0, on=on) == "SUBMITTED"
+    assert jobs.get(number, on=on).error == "no network"
+    again = _claim(jobs, on)
+    jobs.begin(again, on=on)
+    jobs.complete(again, on=on)
+    done = jobs.get(number, on=on)
+    assert (done.status, done.error) == ("COMPLETED", None)
+    assert done.finished_at is not None
+
+
+def test_what_is_refused(jobs: Jobs, on: Any) -> None:
+    number, _ = jobs.submit(A, "a", on=on)
+    job = _claim(jobs, on)
+    with pytest.raises(JobRefused, match=f"job {number} is DELIVERED, and complete_job cannot make it COMPLETED") as no:
+        jobs.complete(job, on=on)
+    assert "jobs show" in no.value.hint
+    jobs.cancel(number, "enough", on=on)
+    with pytest.raises(Fenced, match=f"job {number}: the fencing token 1 of job {number} is stale"):
+        jobs.begin(job, on=on)
+    assert jobs.renew(job, on=on) is False
+    with pytest.raises(JobRefused):
+        jobs.resume(number, on=on)
+    jobs.retry(number, on=on)
+    for call in (jobs.retry, jobs.cancel, jobs.get):
+        with pytest.raises(LedgerError, match="no job 4711"):
+            call(4711, on=on)
+    with pytest.raises(TypeError, match="fencing token"):
+        jobs.begin(number, on=on)
+    with pytest.raises(ValueError, match="offset"):
+        jobs.submit(A, "a", not_before=datetime(2026, 1, 1), on=on)
+    with pytest.raises(LedgerError, match="uuid"):
+        jobs.submit("mine", "a", on=on)
+    with pytest.raises(ValueError, match="no status 'DONE'"):
+        jobs.find(statuses=["DONE"], on=on)
+
+
+def test_it_works_inside_the_callers_transaction(jobs: Jobs, ledger: Ledger) -> None:
+    conn = ledger.database.connect()
+    jobs.submit(A, "a", on=conn)
+    assert jobs.claim("a", "me", on=conn)
+    conn.rollback()
+    assert jobs.find(on=conn) == []
+
+
+def test_with_the_other_drivers(jobs: Jobs, ledger: Ledger) -> None:
+    with psycopg.connect(ledger.database.dsn) as three:
+        number, _ = jobs.submit(A, "a", on=three)
+        three.commit()
+        job = _claim(jobs, three)
+        assert job == jobs.get(number, on=three.cursor())
+    engine = create_engine("postgresql+psycopg2://", creator=lambda: psycopg2.connect(ledger.database.dsn))
+    with Session(engine) as session, session.begin():
+        jobs.begin(job, on=session)
+        jobs.complete(job, on=session)
+        assert [each.status for each in jobs.find(statuses=["COMPLETED"], agent_id="a", on=session)] == ["COMPLETED"]
+    engine.dispose()
+
+
+def test_finding_jobs(jobs: Jobs, on: Any) -> None:
+    numbers = [jobs.submit(session, agent, on=on)[0] for session, agent in ((A, "a"), (A, "b"), (B, "a"), (B, "b"))]
+    jobs.cancel(numbers[0], on=on)
+
+    def found(**words: Any) -> list[int]:
+        return [job.job_id for job in jobs.find(**words, on=on)]
+
+    assert found() == numbers[::-1]
+    assert found(limit=2) == [numbers[3], numbers[2]]
+    assert found(agent_id="a") == [numbers[2], numbers[0]]
+    assert found(session_id=A) == [numbers[1], numbers[0]]
+    assert found(statuses=["CANCELED", "FAILED"]) == [numbers[0]]
+
+
+def test_under_names_that_need_quotes(database: Database) -> None:
+    ledger = Ledger(database, ODD)
+    jobs, conn = Jobs(ODD), ledger.database.connect()
+    number, _ = jobs.submit(A, "a", on=conn)
+    job = _claim(jobs, conn)
+    assert job == jobs.get(number, on=conn) == jobs.find(on=conn)[0]
+
+
+def test_the_statuses_are_those_of_the_state_machine(ledger: Ledger) -> None:
+    found = ledger.database.execute(
+        "SELECT from_status FROM walstream.job_transitions UNION SELECT to_status FROM walstream.job_transitions"
+    )
+    assert {status for (status,) in found} == set(STATUSES)
+
+
+def test_an_older_schema_has_no_jobs(database: Database) -> None:
+    database.execute(schema.ledger_sql(Settings().ledger))
+    schema.install(database.connect(), Settings(), upto=2)
+    with pytest.raises(ConfigError, match="no function 'submit_job'") as caught:
+        Jobs(Settings()).submit(A, "a", on=database.connect())
+    assert "walstream migrate" in caught.value.hint
+
+
+def test_a_worker_moves_jobs_through_the_functions_only(ledger: Ledger, server: Server) -> None:
+    database = ledger.database
+    role = f"worker_{database.name[-8:]}"
+    server.execute(f"CREATE ROLE {role} LOGIN NOSUPERUSER PASSWORD 'irrelevant'")
+    jobs = Jobs(ledger.settings)
+    try:
+        database.execute(f"GRANT USAGE ON SCHEMA walstream TO {role}; GRANT SELECT ON agent_jobs TO {role}")
+        conn = psycopg2.connect(make_dsn(database.dsn, user=role, password="irrelevant"))
+        conn.autocommit = True
+        try:
+            with pytest.raises(ConfigError, match="may not work on jobs") as caught:
+                jobs.submit(A, "a", on=conn)
+            assert "--worker" in caught.value.hint
+            database.execute("\n".join(worker_statements(ledger.settings, role)))
+            number, _ = jobs.submit(A, "a", on=conn)
+            job = _claim(jobs, conn)
+            jobs.begin(job, on=conn)
+            jobs.await_human(job, on=conn)
+            jobs.resume(number, on=conn)
+            job = _claim(jobs, conn)
+            jobs.release(job, on=conn)
+            job = _claim(jobs, conn)
+            assert jobs.renew(job, on=conn)
+            assert jobs.fail(job, "x", on=conn) == "FAILED"
+            jobs.retry(number, on=conn)
+            job = _claim(jobs, conn)
+            jobs.begin(job, on=conn)
+            jobs.complete(job, on=conn)
+            for refused in (
+                "UPDATE agent_jobs SET fencing_token = 9",
+                "INSERT INTO agent_jobs (session_id) VALUES (gen_random_uuid())",
+                "DELETE FROM agent_jobs",
+                "UPDATE walstream.job_transitions SET to_status = 'COMPLETED'",
+                f"SELECT walstream.hold_job({number}, 1, true)",
+            ):
+                with conn.cursor() as cur, pytest.raises(psycopg2.errors.InsufficientPrivilege):
+                    cur.execute(refused)
+        finally:
+            conn.close()
+    finally:
+        database.execute(f"DROP OWNED BY {role}")
+        server.execute(f"DROP ROLE {role}")

@@ -1,0 +1,317 @@
+"""Jobs: whose turn it is, in which session, and by which token.
+
+This is a thin layer over SQL functions that any language can call (``sql/jobs.sql``, docs/handoffs.md): the state
+machine is theirs. Like an append, each call works in the transaction that the caller has open, and commits nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import UUID
+
+from walstream.config import Settings, load
+from walstream.errors import LedgerError
+
+from .adapters import Statement, encoding_named, execute
+from .refusals import refusal
+from .schema import fill, names
+
+STATUSES: Final = (
+    "CREATED",
+    "SUBMITTED",
+    "DELIVERED",
+    "IN_PROGRESS",
+    "AWAITING_HUMAN",
+    "COMPLETED",
+    "FAILED",
+    "CANCELED",
+)
+"""Every status that a job can have, in the order in which it may come to them."""
+
+UNFINISHED: Final = STATUSES[:5]
+
+LEASE_SECONDS: Final = 60.0
+"""How long a claim, or a renewal, is good for if nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as it stood when it was read.
+
+    Attributes:
+        job_id: its number.
+        session_id: the session that it works in.
+        agent_id: whose job it is; ``None`` for one that was written by hand without saying.
+        event_seq: the event that it came from, a handoff as a rule; ``None`` if it came from none.
+        status: one of :data:`STATUSES`.
+        priority: jobs with a higher one are claimed first.
+        attempts: deliveries that count, this one included.
+        max_delivery_attempts: after so many it fails for good.
+        hops: how many handoffs the chain had that led to it.
+        error: why it failed last, or was canceled.
+        lease_owner, lease_expires_at: who has it, and until when if the lease is not renewed.
+        fencing_token: rises with each claim; only who holds the newest may write in the job's name.
+        next_try: it is not claimed before.
+        created_at, updated_at, finished_at: by the server's clock.
+    """
+
+    job_id: int
+    session_id: str
+    agent_id: str | None
+    event_seq: int | None
+    status: str
+    priority: int
+    attempts: int
+    max_delivery_attempts: int
+    hops: int
+    error: str | None
+    lease_owner: str | None
+    fencing_token: int
+    lease_expires_at: datetime | None
+    next_try: datetime | None
+    created_at: datetime | None
+    updated_at: datetime | None
+    finished_at: datetime | None
+
+
+class Jobs:
+    """The jobs of one ledger. Holds no connection and may be shared by threads.
+
+    ``on`` is, in every call, what :meth:`walstream.Ledger.append` takes: a psycopg2 or psycopg connection or cursor, a
+    SQLAlchemy ``Session`` or ``Connection``, a Django connection.
+
+    Every call may raise ``ConfigError`` (walstream is not installed there, or this login may not call it),
+    ``TypeError`` (``on`` is none of these), and whatever else the driver raises. Those of a worker raise ``Fenced`` if
+    their token is stale, ``JobRefused`` if the job is not in a state that allows it, and ``LedgerError`` if there is no
+    such job. After any of them the transaction has to be rolled back.
+
+    Args:
+        settings: where the ledger is; from environment and ``walstream.toml`` if not given.
+    """
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings or load()
+
+    def submit(
+        self,
+        session_id: str | UUID,
+        agent_id: str,
+        *,
+        event_seq: int | None = None,
+        priority: int = 0,
+        hops: int = 0,
+        max_delivery_attempts: int = 5,
+        not_before: datetime | None = None,
+        on: Any,
+    ) -> tuple[int, bool]:
+        """Submit a job; return its number, and whether it was made now.
+
+        An event has one job at the most: the second time, the first one's number comes back.
+
+        Args:
+            not_before: an aware time before which nobody claims it.
+
+        Raises:
+            ValueError: ``not_before`` has no offset.
+            LedgerError: the session's id is none that the ledger takes.
+        """
+        if not_before is not None and not_before.utcoffset() is None:
+            raise ValueError("not_before needs an offset: datetime.now(UTC) has one")
+        due = None if not_before is None else not_before.isoformat()
+        values = (str(session_id), agent_id, event_seq, priority, hops, max_delivery_attempts, due)
+        ((job_id, created),) = self._call(_SUBMIT, values, on, "submit_job", f"session {session_id}")
+        return int(job_id), bool(created)
+
+    def claim(
+        self,
+        agent_id: str,
+        owner: str,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        per_session: bool = True,
+        concurrency: int | None = None,
+        on: Any,
+    ) -> Job | None:
+        """Claim the next job of an agent; ``None`` if there is none to be had now. Commit, and the lease is yours.
+
+        Args:
+            owner: who claims, for people to read: host and process.
+            per_session: leave a job alone while another one of its session is at work, awaits a person, or is older
+                and waits.
+            concurrency: at most so many leases of the agent may be alive; any number if not given.
+        """
+        values = (agent_id, owner, lease_seconds, per_session, concurrency)
+        rows = self._call(_CLAIM, values, on, "claim_job", f"agent {agent_id}")
+        return _job(rows[0]) if rows else None
+
+    def begin(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
+        """Say that work on a claimed job has begun.
+
+        Args:
+            job: as claimed, or its number.
+            token: the fencing token of the claim; that of ``job`` if not given. (The same for the calls below.)
+        """
+        self._held("begin_job", job, token, on)
+
+    def renew(self, job: Job | int, token: int | None = None, *, lease_seconds: float = LEASE_SECONDS, on: Any) -> bool:
+        """Renew the lease; ``False`` if it is lost, and the worker should stop.
+
+        From a connection of its own: while a transaction that appends in the job's name is open, this waits for it, and
+        nobody can claim the job.
+        """
+        ((renewed,),) = self._call(_RENEW, (*_lease(job, token), lease_seconds), on, "renew_job", _named(job))
+        return bool(renewed)
+
+    def complete(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
+        """Say that the job is done, in the transaction that holds what was done."""
+        self._held("complete_job", job, token, on)
+
+    def fail(
+        self, job: Job | int, error: str, token: int | None = None, *, retry_after: float | None = None, on: Any
+    ) -> str:
+        """Say that it did not work; return the status: ``SUBMITTED``, or ``FAILED`` if no attempt is left.
+
+        Args:
+            retry_after: seconds until the next try; without it the job fails for good.
+        """
+        ((status,),) = self._call(_FAIL, (*_lease(job, token), error, retry_after), on, "fail_job", _named(job))
+        return str(status)
+
+    def release(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
+        """Give the job back for another worker, at once and without counting the attempt."""
+        self._held("release_job", job, token, on)
+
+    def await_human(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
+        """Leave the job until a person has decided. No lease runs meanwhile."""
+        self._held("await_human", job, token, on)
+
+    def resume(self, job_id: int, *, on: Any) -> None:
+        """A person has decided: any worker may have the job again."""
+        self._moved("resume_job", job_id, on)
+
+    def cancel(self, job_id: int, reason: str | None = None, *, on: Any) -> None:
+        """Cancel an unfinished job. Who is at work on it can write nothing in its name from then on."""
+        self._call(_CANCEL, (job_id, reason), on, "cancel_job", _named(job_id))
+
+    def retry(self, job_id: int, *, on: Any) -> None:
+        """Submit a job again that failed for good or was canceled."""
+        self._moved("retry_job", job_id, on)
+
+    def get(self, job_id: int, *, on: Any) -> Job:
+        """How a job stands.
+
+        Raises:
+            LedgerError: there is no such job.
+        """
+        rows = self._call(_GET, (job_id,), on, "claim_job", _named(job_id))
+        if not rows:
+            raise LedgerError(f"there is no job {job_id}", hint="`walstream jobs list` lists them")
+        return _job(rows[0])
+
+    def find(
+        self,
+        *,
+        statuses: Sequence[str] | None = None,
+        agent_id: str | None = None,
+        session_id: str | UUID | None = None,
+        limit: int = 100,
+        on: Any,
+    ) -> list[Job]:
+        """The newest jobs first, all or those with one of these statuses, of this agent, in this session.
+
+        Raises:
+            ValueError: there is no such status.
+        """
+        for status in statuses or ():
+            if status not in STATUSES:
+                raise ValueError(f"a job has no status {status!r}: they are {', '.join(STATUSES)}")
+        wanted = None if statuses is None else "{" + ",".join(statuses) + "}"
+        session = None if session_id is None else str(session_id)
+        values = (wanted, wanted, agent_id, agent_id, session, session, limit)
+        return [_job(row) for row in self._call(_FIND, values, on, "claim_job", "jobs")]
+
+    def _held(self, function: str, job: Job | int, token: int | None, on: Any) -> None:
+        self._call(_HELD[function], _lease(job, token), on, function, _named(job))
+
+    def _moved(self, function: str, job_id: int, on: Any) -> None:
+        self._call(_MOVED[function], (job_id,), on, function, _named(job_id))
+
+    def _call(
+        self, statement: Statement, values: tuple[Any, ...], on: Any, function: str, what: str
+    ) -> list[tuple[Any, ...]]:
+        wanted = names(self._settings)
+        try:
+            with encoding_named():
+                return execute(on, Statement(tuple(fill(part, wanted) for part in statement.parts)), values)
+        except Exception as error:
+            refused = refusal(error, self._settings.namespace, function, what, doing="work on jobs")
+            if refused is None:
+                raise
+            raise refused from error
+
+
+def _lease(job: Job | int, token: int | None) -> tuple[int, int]:
+    if isinstance(job, Job):
+        return job.job_id, job.fencing_token if token is None else token
+    if token is None:
+        raise TypeError("the fencing token of the claim is needed, or the job as it was claimed")
+    return job, token
+
+
+def _named(job: Job | int) -> str:
+    return f"job {job.job_id if isinstance(job, Job) else job}"
+
+
+def _job(row: tuple[Any, ...]) -> Job:
+    numbers = len(_TIMES)
+    return Job(*row[:-numbers], *(_time(text) for text in row[-numbers:]))
+
+
+def _time(text: str | None) -> datetime | None:
+    try:
+        return None if text is None else datetime.fromisoformat(text).replace(tzinfo=UTC)
+    except ValueError:  # infinity, or a year that Python does not know
+        return None
+
+
+def _statement(sql: str) -> Statement:
+    """``?type`` becomes a place for a value of that type: some drivers send one of their own with it."""
+    parts = sql.split("?")
+    head, text = parts[0], []
+    for part in parts[1:]:
+        kind = part[: len(part) - len(part.lstrip("abcdefghijklmnopqrstuvwxyz0123456789[]"))]
+        text.append(head + "CAST(")
+        head = f" AS pg_catalog.{kind})" + part[len(kind) :]
+    return Statement((*text, head))
+
+
+_TIMES: Final = ("lease_expires_at", "next_try", "created_at", "updated_at", "finished_at")
+_ROW: Final = (
+    "j.job_id, CAST(j.session_id AS pg_catalog.text), j.agent_id, j.event_seq, j.status, j.priority, j.attempts,"
+    " j.max_delivery_attempts, j.hops, j.error, j.lease_owner, j.fencing_token, "
+) + ", ".join(
+    f"pg_catalog.to_char(pg_catalog.timezone('UTC', j.{name}), 'YYYY-MM-DD HH24:MI:SS.US')" for name in _TIMES
+)
+_SUBMIT: Final = _statement(
+    "SELECT s.job_id, s.created FROM $namespace.submit_job("
+    "session_id => ?text, agent_id => ?text, event_seq => ?int8, priority => ?int4, hops => ?int4,"
+    " max_delivery_attempts => ?int4, not_before => ?timestamptz) AS s"
+)
+_CLAIM: Final = _statement(f"SELECT {_ROW} FROM $namespace.claim_job(?text, ?text, ?float8, ?bool, ?int4) AS j")
+_RENEW: Final = _statement("SELECT $namespace.renew_job(?int8, ?int8, ?float8)")
+_FAIL: Final = _statement("SELECT $namespace.fail_job(?int8, ?int8, ?text, ?float8)")
+_CANCEL: Final = _statement("SELECT $namespace.cancel_job(?int8, ?text)")
+_HELD: Final = {
+    name: _statement(f"SELECT $namespace.{name}(?int8, ?int8)")
+    for name in ("begin_job", "complete_job", "release_job", "await_human")
+}
+_MOVED: Final = {name: _statement(f"SELECT $namespace.{name}(?int8)") for name in ("resume_job", "retry_job")}
+_GET: Final = _statement(f"SELECT {_ROW} FROM $jobs AS j WHERE j.job_id = ?int8")
+_FIND: Final = _statement(
+    f"SELECT {_ROW} FROM $jobs AS j WHERE (?text[] IS NULL OR j.status = ANY (?text[]))"
+    " AND (?text IS NULL OR j.agent_id = ?text) AND (?text IS NULL OR CAST(j.session_id AS pg_catalog.text) = ?text)"
+    " ORDER BY j.job_id DESC LIMIT ?int8"
+)
