@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tests.cli_calls import ok, set_up
 from tests.conftest import Database
 from walstream import (
     CallSettled,
+    ConfigError,
     PayloadError,
     RecoveryBusy,
     UnknownSession,
@@ -203,6 +205,33 @@ def test_a_result_that_comes_late_settles_the_call(
     assert [kind for kind, _ in recorded(database, where)][2:] == ["tool.observed", "tool.retried"]
     # The key of the attempt that was taken back is not taken.
     assert database.execute("SELECT count(*) FROM walstream.append_keys") == [(1,)]
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_late_result_is_seen_at_every_isolation_or_nothing_is_written(
+    database: Database, settings: Settings, conn: Connection, isolation: str
+) -> None:
+    where = session()
+    worker = database.connect()
+    worker.set_session(isolation_level=isolation, autocommit=True)
+    invoke(conn, settings, where, "a")
+    late = database.connect()
+    with recover(worker, where, settings=settings) as recovery:
+        (call,) = recovery.calls
+        observe(late, settings, where, "a")  # holds the session's lock until it commits
+        timer = threading.Timer(0.5, late.commit)
+        timer.start()
+        with pytest.raises(CallSettled):
+            recovery.retry(call)
+        timer.join()
+    worker.autocommit = False
+    invoke(conn, settings, where, "b")
+    with recover(worker, where, settings=settings) as recovery:
+        for attempt in (recovery.retry, lambda call: recovery.abandon(call, "no")):
+            with pytest.raises(ConfigError, match=isolation):
+                attempt(recovery.calls[0])
+        worker.commit()
+    assert listed(inflight(conn, where, settings=settings)) == [("b", 1)]
 
 
 def test_a_late_result_waits_for_the_retry_and_not_for_the_recovery(

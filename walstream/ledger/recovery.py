@@ -23,7 +23,7 @@ from psycopg2.extensions import connection as Connection
 from psycopg2.extensions import cursor as Cursor
 
 from walstream.config import Settings, load
-from walstream.errors import CallSettled, RecoveryBusy
+from walstream.errors import CallSettled, ConfigError, RecoveryBusy
 
 from .fold import Context, Fold
 from .idempotency import idempotency_key
@@ -116,6 +116,7 @@ class Recovery:
             CallSettled: it was answered or abandoned since it was listed, or somebody recorded this attempt before.
                 Nothing was written; do not execute it.
             Fenced: the ledger that ``recover`` was given has a stale fencing token.
+            ConfigError: the caller's transaction is not READ COMMITTED.
         """
         again = replace(call, attempt=call.attempt + 1)
         payload: dict[str, Any] = {
@@ -136,7 +137,7 @@ class Recovery:
         Raises:
             CallSettled: it was answered or abandoned since it was listed, or somebody tried it again. Nothing was
                 written.
-            Fenced: as for :meth:`retry`.
+            Fenced, ConfigError: as for :meth:`retry`.
         """
         payload = {"call_id": call.call_id, "reason": reason}
         self._record(
@@ -147,6 +148,14 @@ class Recovery:
         if self._key is None:
             raise RuntimeError("a recovery works inside of its `with` block only")
         with _writing(self._conn) as cur:
+            cur.execute("SELECT pg_catalog.current_setting('transaction_isolation')")
+            ((isolation,),) = cur.fetchall()
+            if isolation not in ("read committed", "read uncommitted"):
+                raise ConfigError(
+                    f"session {self.session_id} cannot be recovered in a transaction that is {isolation.upper()}: it"
+                    " would not see a result that came meanwhile",
+                    hint="recover in READ COMMITTED, or on a connection in autocommit",
+                )
             # First the append, which takes the lock that every append to the session takes, and then the look: what
             # came between a look and an append would not be seen. If it was in vain, the savepoint takes it back.
             done = self._ledger.append(
@@ -251,7 +260,8 @@ def _writing(conn: Connection) -> Iterator[Cursor]:
     by a transaction of their own."""
     alone = conn.autocommit and conn.info.transaction_status == TRANSACTION_STATUS_IDLE
     with plain_cursor(conn) as cur:
-        cur.execute("BEGIN" if alone else "SAVEPOINT walstream_recovery")
+        # Whatever the role's default is: the look has to see what was committed while the append waited for its lock.
+        cur.execute("BEGIN ISOLATION LEVEL READ COMMITTED" if alone else "SAVEPOINT walstream_recovery")
         try:
             yield cur
         except BaseException:
