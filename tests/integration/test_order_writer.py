@@ -28,7 +28,7 @@ def shared(server: Server) -> Iterator[Database]:
 
 @pytest.fixture
 def order(shared: Database) -> Iterator[OrderBench]:
-    with bench(shared.dsn, namespace='my "order" %s') as made:
+    with bench(shared.dsn, namespace='my "order"') as made:
         made.create_ledger()
         yield made
 

@@ -47,6 +47,7 @@ values = st.recursive(
 HUGE = Decimal("1E+5000")  # digits that Python's integers refuse to be parsed from
 
 
+@settings(max_examples=60)
 @given(values)
 @example({"a": [1e16, -0.0]})
 @example([[1e22]])

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from walstream import idempotency_key
@@ -165,15 +165,19 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(other, int | float | Decimal) and Decimal(str(one)) == Decimal(str(other))
 
 
+@settings(max_examples=50)
 @given(VALUES)
 def test_whatever_json_holds_comes_back(value: Any) -> None:
     assert same(parse_payload(json_text(value).encode()), value)
     assert same(parse_payload(exact_text(value, root="v").encode()), value)
 
 
+@settings(max_examples=50)
 @given(
     st.recursive(
-        st.text() | st.floats() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        st.text() | st.floats() | st.integers(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
     )
 )
 def test_replacing_leaves_nothing_that_would_be_refused(value: Any) -> None:
