@@ -133,10 +133,11 @@ def privileges(exam: Exam) -> Iterator[Finding]:
         return
     namespace = quote(exam.settings.namespace)
     lacking = exam.rows(
-        # CASE, because a name in a schema that may not be used cannot even be looked up.
+        # CASE, because a name in a schema that may not be used cannot even be looked up. A table that is not there is
+        # named by another check.
         "SELECT w.name, w.privilege FROM unnest(%s::text[], %s::text[]) AS w (name, privilege)"
         " WHERE CASE WHEN pg_catalog.has_schema_privilege(%s, 'USAGE')"
-        " THEN NOT pg_catalog.has_table_privilege(w.name, w.privilege) ELSE true END",
+        " THEN NOT pg_catalog.has_table_privilege(pg_catalog.to_regclass(w.name)::oid, w.privilege) ELSE true END",
         *_wanted(exam),
         exam.settings.namespace,
     )
