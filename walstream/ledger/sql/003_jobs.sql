@@ -16,9 +16,6 @@ ALTER TABLE $jobs
 -- What waits to be claimed is called SUBMITTED. The source design, and the release before, called it PENDING.
 UPDATE $jobs SET status = 'SUBMITTED' WHERE status IS NULL OR status = 'PENDING';
 
--- Which job of a session was taken last: the router counts hops by it, however many are finished.
-CREATE INDEX IF NOT EXISTS walstream_jobs_taken ON $jobs (session_id, job_id) WHERE fencing_token > 0;
-
 -- The state machine. The functions look here, a trigger on the jobs holds everybody else to it, and the drawing in
 -- docs/handoffs.md is made of it.
 CREATE TABLE $namespace.job_transitions (
@@ -104,7 +101,9 @@ BEGIN
             ('', 'session', '(session_id, created_at, job_id)'
                 ' WHERE status IN (''SUBMITTED'', ''DELIVERED'', ''IN_PROGRESS'', ''AWAITING_HUMAN'')'),
             -- How many leases of an agent are alive.
-            ('', 'lease', '(agent_id, lease_expires_at) WHERE status IN (''DELIVERED'', ''IN_PROGRESS'')')
+            ('', 'lease', '(agent_id, lease_expires_at) WHERE status IN (''DELIVERED'', ''IN_PROGRESS'')'),
+            -- Which job of a session was taken last, by which the router counts hops.
+            ('', 'taken', '(session_id, job_id) WHERE fencing_token > 0')
         ) AS t (kind, suffix, definition)
     LOOP
         CONTINUE WHEN EXISTS (
