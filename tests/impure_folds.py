@@ -24,6 +24,7 @@ from pathlib import Path
 from time import monotonic as ticks
 from typing import Any
 
+from tests import impure_helpers
 from walstream.ledger.fold import Fold, Foldable
 from walstream.ledger.messages import Context
 
@@ -207,6 +208,16 @@ def global_counter(context: Context, _event: Foldable) -> None:
 @impure()
 def global_iterator(context: Context, _event: Foldable) -> None:
     context["number"] = next(_numbers)
+
+
+@impure()
+def global_of_another_module(_context: Context, event: Foldable) -> None:
+    impure_helpers.seen.append(event.seq)
+
+
+@impure()
+def function_of_another_module(_context: Context, event: Foldable) -> None:
+    impure_helpers.remember(event.seq)
 
 
 @impure()

@@ -60,6 +60,8 @@ def test_forbidden_calls_are_named_with_their_place(name: str) -> None:
         ("global_list", "the global tests.impure_folds._seen"),
         ("global_counter", "the global tests.impure_folds._total"),
         ("global_iterator", "the global tests.impure_folds._numbers"),
+        ("global_of_another_module", "tests.impure_helpers.seen"),
+        ("function_of_another_module", "tests.impure_helpers._remembered"),
         ("default_argument", "__defaults__ of default_argument"),
         ("attribute_of_function", "attribute_of_function"),
         ("attribute_of_class", "_Tally"),

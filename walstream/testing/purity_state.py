@@ -69,9 +69,16 @@ class State:
                 self._root(f"{attribute} of {name}", function, attribute)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._follow(f"the variable {variable} around {name}", cell, "cell_contents")
-        for variable in _global_names(function.__code__):
-            if variable in function.__globals__:
-                self._follow(f"the global {module}.{variable}", function.__globals__, variable)
+        names = list(_global_names(function.__code__))
+        for variable in names:
+            if variable not in function.__globals__:
+                continue
+            self._follow(f"the global {module}.{variable}", function.__globals__, variable)
+            other = function.__globals__[variable]
+            if isinstance(other, ModuleType) and _of_the_application(other):
+                for each in names:  # whichever of them are attributes of it
+                    if each in vars(other):
+                        self._follow(f"the global {other.__name__}.{each}", vars(other), each)
 
     def _follow(self, name: str, holder: Any, key: str) -> None:
         try:
@@ -92,6 +99,12 @@ class State:
 
 def _value(holder: Any, key: str) -> Any:
     return holder.get(key) if isinstance(holder, dict) else getattr(holder, key)
+
+
+def _of_the_application(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or ""
+    installed = "site-packages" in file or "dist-packages" in file or module.__name__.partition(".")[0] == "walstream"
+    return bool(file) and not installed and not is_stdlib(file)
 
 
 def _foreign(kind: type) -> bool:
