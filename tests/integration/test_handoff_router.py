@@ -73,10 +73,12 @@ def emit(world: World, to: Any = "writer", session: str = SESSIONS[0], **payload
 
 
 def take(world: World, job_id: int) -> None:
-    """What a claim does, as far as the router looks at it; the job is finished at once."""
-    world.execute("UPDATE agent_jobs SET fencing_token = 1, status = 'DELIVERED' WHERE job_id = %s", job_id)
-    world.execute("UPDATE agent_jobs SET status = 'IN_PROGRESS' WHERE job_id = %s", job_id)
-    world.execute("UPDATE agent_jobs SET status = 'COMPLETED' WHERE job_id = %s", job_id)
+    """A worker takes the job, which is its agent's next one, and finishes it."""
+    ((agent,),) = world.execute("SELECT agent_id FROM agent_jobs WHERE job_id = %s", job_id)
+    ((taken, token),) = world.execute("SELECT job_id, fencing_token FROM walstream.claim_job(%s, 'w')", agent)
+    assert taken == job_id
+    world.execute("SELECT walstream.begin_job(%s, %s)", job_id, token)
+    world.execute("SELECT walstream.complete_job(%s, %s)", job_id, token)
 
 
 def reasons(world: World) -> list[str]:
@@ -386,6 +388,7 @@ def test_many_handoffs_side_by_side_are_no_chain_and_neither_is_who_begins_anew(
     emit(world)
     driver.run()
     assert world.execute(JOBS)[-1][2] == 2
+    take(world, world.execute("SELECT max(job_id) FROM agent_jobs")[0][0])
     # A person's next wish in the same session.
     world.execute("SELECT walstream.submit_job(%s, 'a')", SESSIONS[0])
     take(world, world.execute("SELECT max(job_id) FROM agent_jobs")[0][0])
