@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -12,6 +13,7 @@ from psycopg2.extensions import make_dsn
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
+from tests.cli_calls import call, ok, set_up
 from tests.conftest import Database, Server
 from tests.integration.test_append_sql import ODD, A, B, Ledger
 from walstream import ConfigError, Fenced, Job, JobRefused, Jobs, LedgerError
@@ -19,6 +21,8 @@ from walstream.config import Settings
 from walstream.ledger import schema
 from walstream.ledger.grants import worker_statements
 from walstream.ledger.jobs import STATUSES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "handoffs.md"
 
 
 @pytest.fixture
@@ -92,9 +96,9 @@ def test_what_is_refused(jobs: Jobs, on: Any) -> None:
     with pytest.raises(JobRefused):
         jobs.resume(number, on=on)
     jobs.retry(number, on=on)
-    for call in (jobs.retry, jobs.cancel, jobs.get):
+    for ask in (jobs.retry, jobs.cancel, jobs.get):
         with pytest.raises(LedgerError, match="no job 4711"):
-            call(4711, on=on)
+            ask(4711, on=on)
     with pytest.raises(TypeError, match="fencing token"):
         jobs.begin(number, on=on)
     with pytest.raises(ValueError, match="offset"):
@@ -156,6 +160,14 @@ def test_the_statuses_are_those_of_the_state_machine(ledger: Ledger) -> None:
     assert {status for (status,) in found} == set(STATUSES)
 
 
+def test_the_drawing_is_made_of_the_table(ledger: Ledger) -> None:
+    found = ledger.database.execute("SELECT from_status, to_status, what FROM walstream.job_transitions")
+    found.sort(key=lambda row: (STATUSES.index(row[0]), STATUSES.index(row[1])))
+    arrows = [f"    {before} --> {after}: {what}" for before, after, what in found]
+    drawing = "\n".join(["stateDiagram-v2", "    [*] --> SUBMITTED: submit_job", *arrows, "    COMPLETED --> [*]"])
+    assert f"```mermaid\n{drawing}\n```" in DOCS.read_text(encoding="utf-8")
+
+
 def test_an_older_schema_has_no_jobs(database: Database) -> None:
     database.execute(schema.ledger_sql(Settings().ledger))
     schema.install(database.connect(), Settings(), upto=2)
@@ -206,3 +218,79 @@ def test_a_worker_moves_jobs_through_the_functions_only(ledger: Ledger, server: 
     finally:
         database.execute(f"DROP OWNED BY {role}")
         server.execute(f"DROP ROLE {role}")
+
+
+# -- the command line ----------------------------------------------------------------------------------------
+
+
+def test_jobs_are_listed_shown_canceled_and_tried_again(database: Database) -> None:
+    settings = set_up(database)
+    jobs, conn = Jobs(settings), database.connect()
+    conn.autocommit = True
+    assert "no job" in ok("jobs", "list", dsn=database.dsn).stdout
+    numbers = [jobs.submit(session, agent, event_seq=9, on=conn)[0] for session, agent in ((A, "a"),)]
+    numbers += [jobs.submit(B, "b\x1b[31m", on=conn)[0]]
+    job = _claim(jobs, conn)
+    jobs.fail(job, "no \x1b[31mnetwork\nat all", on=conn)
+
+    listed = ok("jobs", "list", dsn=database.dsn).stdout
+    assert "no ·[31mnetwork·at all" in listed
+    assert A in listed
+    assert "\x1b" not in listed
+    found = ok("jobs", "list", "--status", "failed", "--agent", "a", "--session", A, "--json", dsn=database.dsn).json
+    assert [(each["job_id"], each["status"], each["event_seq"], each["attempts"]) for each in found] == [
+        (numbers[0], "FAILED", 9, 1)
+    ]
+    assert len(ok("jobs", "list", "--limit", "1", "--json", dsn=database.dsn).json) == 1
+    assert "--limit shows more" in ok("jobs", "list", "--limit", "1", dsn=database.dsn).stderr
+    assert call("jobs", "list", "--status", "DONE", dsn=database.dsn).exit_code == 2
+
+    shown = ok("jobs", "show", str(numbers[0]), dsn=database.dsn).stdout
+    assert "no ·[31mnetwork·at all" in shown
+    assert ok("jobs", "show", str(numbers[0]), "--json", dsn=database.dsn).json["status"] == "FAILED"
+    missing = call("jobs", "show", "4711", dsn=database.dsn)
+    assert missing.exit_code == LedgerError.exit_code
+    assert "no job 4711" in missing.stderr
+
+    again = call("jobs", "retry", str(numbers[0]), str(numbers[1]), "4711", "--json", dsn=database.dsn)
+    assert again.exit_code == 1
+    assert again.json["jobs"] == [numbers[0]]
+    assert set(again.json["refused"]) == {str(numbers[1]), "4711"}
+    gone = call("jobs", "cancel", str(numbers[0]), "4711", "--reason", "enough", dsn=database.dsn)
+    assert gone.exit_code == 1
+    assert f"canceled: {numbers[0]}" in gone.stdout
+    assert "no job 4711" in gone.stderr
+    canceled = jobs.get(numbers[0], on=conn)
+    assert (canceled.status, canceled.error) == ("CANCELED", "enough")
+
+
+def test_the_commands_need_the_version_that_brings_jobs(database: Database) -> None:
+    database.execute(schema.ledger_sql(Settings().ledger))
+    schema.install(database.connect(), Settings(), upto=2)
+    for words in (["list"], ["show", "1"], ["retry", "1"], ["cancel", "1"]):
+        called = call("jobs", *words, dsn=database.dsn)
+        assert called.exit_code == ConfigError.exit_code
+        assert "walstream migrate" in called.stderr
+
+
+def test_status_counts_what_is_not_finished(database: Database) -> None:
+    settings = set_up(database)
+    jobs, conn = Jobs(settings), database.connect()
+    conn.autocommit = True
+    assert call("status", "--json", dsn=database.dsn).json["jobs"] == []
+    for session in (A, B):
+        jobs.submit(session, "a", on=conn)
+    jobs.begin(_claim(jobs, conn), on=conn)
+    done = jobs.submit(A, "b", on=conn)[0]
+    jobs.cancel(done, on=conn)
+    database.execute(
+        "UPDATE agent_jobs SET updated_at = now() - interval '3 h' WHERE status = 'SUBMITTED';"
+        " UPDATE agent_jobs SET lease_expires_at = now() - interval '1 s' WHERE status = 'IN_PROGRESS'"
+    )
+    waiting, running = call("status", "--json", dsn=database.dsn).json["jobs"]
+    assert (waiting["status"], waiting["count"], waiting["expired"]) == ("SUBMITTED", 1, 0)
+    assert 3 * 3600 <= waiting["oldest_seconds"] < 3 * 3600 + 60
+    assert (running["status"], running["count"], running["expired"]) == ("IN_PROGRESS", 1, 1)
+    said = call("status", dsn=database.dsn).stdout
+    assert "1 SUBMITTED (the oldest for 3 h), 1 IN_PROGRESS" in said
+    assert "1 with an expired lease" in said

@@ -43,6 +43,7 @@ COMMANDS: Final[tuple[str, ...]] = (
     "demo",
     "projectors",
     "parked",
+    "jobs",
     "handoffs",
     "adopt",
     "teardown",

@@ -10,6 +10,7 @@ from walstream.config import Settings, quote
 from walstream.ledger.identity import Identity, read_identity
 
 from .handoffs import count_dead
+from .jobs import JobCount, count_jobs
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -98,6 +99,7 @@ class Standing:
     ingest: IngestStanding
     projectors: tuple[ProjectorStanding, ...]
     problems: tuple[str, ...] = field(default=())
+    jobs: tuple[JobCount, ...] = field(default=())
 
     def document(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -116,6 +118,7 @@ class Standing:
             "ingest": asdict(self.ingest),
             "order": {"head": self.head},
             "projectors": [asdict(projector) for projector in self.projectors],
+            "jobs": [asdict(jobs) for jobs in self.jobs],
             "problems": list(self.problems),
         }
 
@@ -140,7 +143,7 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
     problems = _problems(identity, slot, ingest, projectors)
     if dead := count_dead(conn, settings):
         problems.append(f"handoffs without a job, which wait for a person: {dead} (`walstream handoffs dead`)")
-    return Standing(identity, head, slot, ingest, projectors, tuple(problems))
+    return Standing(identity, head, slot, ingest, projectors, tuple(problems), count_jobs(conn, settings))
 
 
 def _slot(cur: Cursor, name: str) -> SlotStanding:

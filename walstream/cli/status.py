@@ -11,6 +11,7 @@ import typer
 from walstream.errors import ConfigError, ExitCode, WalstreamError
 
 from . import console
+from .jobs import in_words
 from .options import Json, takes_settings
 from .session import installed
 
@@ -152,6 +153,8 @@ def render(standing: Standing) -> RenderableType:
         f" {ingest.violations:,} violations",
     )
     line("order", f"head at offset {standing.head:,}")
+    if standing.jobs:
+        line("jobs", in_words(standing.jobs))
 
     parts: list[RenderableType] = [head]
     if standing.projectors:
