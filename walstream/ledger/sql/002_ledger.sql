@@ -20,8 +20,6 @@ ALTER TABLE $snapshots
     ADD COLUMN IF NOT EXISTS digest          bytea,       -- SHA-256 of the context's canonical text
     ADD COLUMN IF NOT EXISTS quarantined_at  timestamptz, -- found to be wrong: kept for a person to look at, never used
     ADD COLUMN IF NOT EXISTS quarantine_note text;
--- What was there may come from a dump, or from a stream that is gone: its offsets say nothing here.
-UPDATE $snapshots SET upto_offset = 0 WHERE upto_offset > 0;
 
 -- Jobs, as far as an append has to know them: whose turn it is, and by which fencing token.
 CREATE TABLE IF NOT EXISTS $jobs AS
@@ -84,3 +82,7 @@ BEGIN
     END LOOP;
 END
 $walstream_body$;
+
+-- What was there may come from a dump, or from a stream that is gone: its offsets say nothing here. (Not before there is
+-- a primary key: a table that a publication FOR ALL TABLES has takes no UPDATE without one.)
+UPDATE $snapshots SET upto_offset = 0 WHERE upto_offset > 0;
