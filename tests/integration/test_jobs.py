@@ -168,6 +168,18 @@ def test_the_drawing_is_made_of_the_table(ledger: Ledger) -> None:
     assert f"```mermaid\n{drawing}\n```" in DOCS.read_text(encoding="utf-8")
 
 
+def test_the_worker_of_the_documentation_works(database: Database) -> None:
+    settings = set_up(database)
+    conn = database.connect()
+    conn.autocommit = True
+    number, _ = Jobs(settings).submit(A, "researcher", on=conn)
+    text = DOCS.read_text(encoding="utf-8")
+    code = text[text.index("### The functions") :].split("```python\n")[1].split("```")[0]
+    exec(code.replace('"postgresql:///app"', repr(database.dsn)), {})
+    assert Jobs(settings).get(number, on=conn).status == "COMPLETED"
+    assert database.execute("SELECT event_type FROM agent_events") == [("task.completed",)]
+
+
 def test_an_older_schema_has_no_jobs(database: Database) -> None:
     database.execute(schema.ledger_sql(Settings().ledger))
     schema.install(database.connect(), Settings(), upto=2)

@@ -445,6 +445,9 @@ def test_a_canceled_job_is_taken_from_its_worker(jobs: Jobs) -> None:
     assert caught.value.pgcode == STALE
     jobs.call("retry_job", job)
     assert jobs.claimed()["fencing_token"] == token + 2
+    untouched = jobs.submit(B)
+    jobs.call("cancel_job", untouched)
+    assert jobs.row(untouched)["fencing_token"] == 0  # nobody ever had it
 
 
 def test_a_job_that_is_not_there(jobs: Jobs) -> None:

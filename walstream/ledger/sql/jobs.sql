@@ -173,8 +173,18 @@ BEGIN
              WHERE j.agent_id = claim_job.agent_id AND j.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS')
                AND CASE j.status WHEN 'SUBMITTED' THEN coalesce(j.next_try <= v_now, true)
                                  ELSE coalesce(j.lease_expires_at <= v_now, true) END
-               AND (NOT per_session OR NOT $namespace.session_is_busy(j.session_id::text, j.job_id, j.created_at,
-                                                                      j.status = 'SUBMITTED', v_now))
+               AND CASE
+                   WHEN NOT per_session THEN true
+                   -- Of a long queue in one session all but the first are out by this, which costs less than the call.
+                   WHEN j.status = 'SUBMITTED' AND EXISTS (
+                       SELECT FROM $jobs AS o
+                        WHERE o.session_id = j.session_id
+                          AND o.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS', 'AWAITING_HUMAN')
+                          AND (o.created_at, o.job_id) < (j.created_at, j.job_id)
+                   ) THEN false
+                   ELSE NOT $namespace.session_is_busy(
+                       j.session_id::text, j.job_id, j.created_at, j.status = 'SUBMITTED', v_now
+                   ) END
              ORDER BY j.priority DESC, j.created_at, j.job_id
              LIMIT 1000
         LOOP
@@ -329,7 +339,8 @@ BEGIN
 END
 $walstream_body$;
 
--- Nobody is to do it any more. Who is at it can write nothing from here on: its token is stale.
+-- Nobody is to do it any more. Who is at it can write nothing from here on: its token is stale. (One that nobody ever
+-- had keeps its 0, which says that it was never taken.)
 CREATE OR REPLACE FUNCTION $namespace.cancel_job(job_id bigint, reason text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
 #variable_conflict use_variable
@@ -338,8 +349,8 @@ DECLARE
 BEGIN
     PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'CANCELED', 'cancel_job');
     UPDATE $jobs AS j
-       SET status = 'CANCELED', fencing_token = j.fencing_token + 1, lease_owner = NULL, lease_expires_at = NULL,
-           error = reason, next_try = NULL, finished_at = clock_timestamp(), updated_at = clock_timestamp()
+       SET status = 'CANCELED', fencing_token = j.fencing_token + (j.fencing_token > 0)::integer, lease_owner = NULL,
+           lease_expires_at = NULL, error = reason, next_try = NULL, finished_at = clock_timestamp(), updated_at = clock_timestamp()
      WHERE j.job_id = v_job.job_id;
 END
 $walstream_body$;
