@@ -132,8 +132,8 @@ def test_everything_works_on_a_ledger_by_hash(database: Database) -> None:
 
 def test_printed_and_made_are_the_same(database: Database) -> None:
     catalog = """SELECT c.relname::text, pg_get_expr(c.relpartbound, c.oid), pg_get_partkeydef(c.oid), (
-                        SELECT array_agg(pg_get_indexdef(i.indexrelid) ORDER BY 1) FROM pg_index i
-                         WHERE i.indrelid = c.oid)
+                        SELECT array_agg(d.def ORDER BY d.def)
+                          FROM pg_index i, pg_get_indexdef(i.indexrelid) AS d (def) WHERE i.indrelid = c.oid)
                    FROM pg_class c WHERE c.relnamespace = 'public'::regnamespace AND c.relkind IN ('r', 'p')
                   ORDER BY 1"""
     slot = f"p_{database.name[-8:]}"
