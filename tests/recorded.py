@@ -35,6 +35,11 @@ def run_file(name: str) -> Path:
     return file
 
 
+def run_files() -> list[Path]:
+    """All of them; skips the test where the data is absent."""
+    return [run_file(name) for name in RUNS]
+
+
 def run_lines(name: str) -> Iterator[dict[str, Any]]:
     """Its events as they stand in the file."""
     for line in run_file(name).read_text(encoding="utf-8").splitlines():

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.recorded import FOLDER, run_files
 from walstream.cli import app
 from walstream.errors import ConfigError
 from walstream.postgres.binaries import find_binaries
 
 ROOT = Path(__file__).parents[2]
-RECORDED = Path(os.environ.get("WALSTREAM_RECORDED_RUNS") or ROOT.parent / "shared/data/recorded-runs")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,10 +152,8 @@ def test_nothing_survives_the_demo_being_killed(temporary: Path) -> None:
 @pytest.mark.recorded
 @pytest.mark.slow
 def test_fifty_copies_of_the_recorded_runs(temporary: Path) -> None:
-    files = sorted(RECORDED.glob("*.jsonl"))
-    if not files:
-        pytest.skip(f"no recorded runs in {RECORDED}: set WALSTREAM_RECORDED_RUNS")
-    found = shown(temporary, "--replay", str(RECORDED), "--copies", "50", "--kills", "5")
+    files = run_files()
+    found = shown(temporary, "--replay", str(FOLDER), "--copies", "50", "--kills", "5")
     written = 50 * sum(len(file.read_bytes().splitlines()) for file in files)
     assert (found["written"], found["delivered"], found["kills"]) == (written, written, 5)
     assert (found["lost"], found["duplicated"], found["holds"]) == (0, 0, True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from tests.conftest import Database, Server
+from tests.recorded import run_files
 from walstream.cli import app
 from walstream.config import LedgerTable
 from walstream.errors import ExitCode
@@ -22,7 +21,6 @@ from walstream.ledger.importing import Pace, copied_session
 from walstream.ledger.json_lines import parse_event
 from walstream.ledger.schema import ledger_sql
 
-RECORDED = Path(os.environ.get("WALSTREAM_RECORDED_RUNS") or Path(__file__).parents[3] / "shared/data/recorded-runs")
 SESSION = "11111111-2222-4333-8444-555555555555"
 
 
@@ -279,15 +277,9 @@ def test_what_a_line_may_hold_is_what_jsonb_accepts(server: Server) -> None:
         connection.close()
 
 
-def recorded_files() -> Sequence[Path]:
-    return sorted(RECORDED.glob("*.jsonl"))
-
-
 @pytest.mark.recorded
 def test_the_recorded_runs_arrive_as_they_are(ledger: Database) -> None:
-    files = recorded_files()
-    if not files:
-        pytest.skip(f"no recorded runs in {RECORDED}: set WALSTREAM_RECORDED_RUNS")
+    files = run_files()
     result = run(ledger, *map(str, files), "--copies", "2", "--json")
     assert result.exit_code == 0, result.output
     lines = [json.loads(text) for file in files for text in file.read_text().splitlines()]

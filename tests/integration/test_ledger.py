@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -24,6 +23,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from tests.conftest import Database, Server
+from tests.recorded import run_files, run_lines
 from walstream import Draft, Fenced, Ledger, LedgerError, PayloadError
 from walstream.config import Settings
 from walstream.errors import ConfigError
@@ -33,7 +33,6 @@ from walstream.ledger.json_values import MAX_DEPTH, MAX_INTEGER_DIGITS
 from walstream.payloads import TAXONOMY, ContextLoaded, ToolInvoked, ToolObserved
 
 A, B = "00000000-0000-4000-8000-00000000000a", "00000000-0000-4000-8000-00000000000b"
-RUNS = Path("/work/shared/data/recorded-runs")
 EXACT = {
     "text": 'é😀"\\%s :x\n',
     "big": 2**70,
@@ -448,13 +447,10 @@ def test_payloads_of_models_and_of_unknown_types() -> None:
 
 
 @pytest.mark.recorded
-@pytest.mark.skipif(not RUNS.is_dir(), reason="the recorded runs are not here")
 def test_the_recorded_runs_fit_the_taxonomy_and_arrive_unchanged(installed: Database) -> None:
     ledger = Ledger(Settings())
     on = installed.connect()
-    files = sorted(RUNS.glob("*.jsonl"))
-    assert len(files) == 8
-    for file in files:
+    for file in run_files():
         events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
         done = ledger.append_batch([Draft(**event) for event in events], on=on)
         for event in events:
@@ -469,12 +465,10 @@ def test_the_recorded_runs_fit_the_taxonomy_and_arrive_unchanged(installed: Data
 
 
 @pytest.mark.recorded
-@pytest.mark.skipif(not RUNS.is_dir(), reason="the recorded runs are not here")
 def test_stored_messages_yield_the_exact_windows_at_a_fraction_of_the_size(installed: Database) -> None:
     ledger = Ledger(Settings())
     on = installed.connect()
-    file = RUNS / "marshmallow-tools-edited.jsonl"
-    events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    events = list(run_lines("marshmallow-tools-edited"))
     windows = [event["payload"] for event in events if event["event_type"] == "context.loaded"]
     for event in events:
         ledger.append(**event, store_messages=event["event_type"] == "context.loaded", on=on)
