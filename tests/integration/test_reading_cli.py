@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 from psycopg2.extensions import connection as Connection
+from rich.cells import cell_len
+from rich.console import Console
 
 from tests.cli_calls import append_to_order, call, ok, set_up
 from tests.conftest import Database
+from walstream.cli.shown import cut_at_the_end
 from walstream.config import Columns, LedgerTable, Settings
 from walstream.ledger import sessions as ledger_sessions
 from walstream.ledger.ledger import Ledger
@@ -216,6 +220,45 @@ def test_events_with_their_places(database: Database, write: Writer) -> None:
     shown = ok("events", write.session, dsn=database.dsn).stdout
     assert "tool.invoked" in shown
     assert '{"call_id": "c"}' in shown
+
+
+def test_a_long_payload_takes_no_room_from_what_stands_before_it(database: Database, write: Writer) -> None:
+    seq = write("tool.invoked", "researcher", call_id="call-1", name="search", arguments={"q": "long " * 60})
+    append_to_order(database, [seq])
+    (event,) = ok("events", write.session, "--json", dsn=database.dsn).json["events"]
+    (row,) = (line for line in ok("events", write.session, dsn=database.dsn).stdout.splitlines() if "long" in line)
+    offset, shown_seq, created, committed, agent, kind, payload = (cell.strip() for cell in row.strip("│").split("│"))
+    assert (offset, shown_seq, agent, kind) == ("1", str(seq), "researcher", "tool.invoked")
+    assert event["created_at"].startswith(created)
+    assert event["committed_at"].startswith(committed)
+    assert len(created) == len(committed) == len("2026-01-02 03:04:05.678")
+    assert payload.endswith("…")
+    (row,) = (line for line in ok("inflight", dsn=database.dsn).stdout.splitlines() if "long" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:6] == [write.session, "researcher", "call-1", "search", str(seq), "1"]
+    assert cells[-1].endswith("…")
+
+
+@pytest.mark.parametrize("width", [80, 120, 300])
+def test_a_table_that_is_cut_off_at_its_end_loses_nothing_before_it(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    row = ("1234567", "some agent", "2026-01-02 03:04:05.678", "日本" * 60)
+    console.print(cut_at_the_end(("seq", "agent", "created", "payload"), [row], width, right=("seq",)))
+    lines = console.export_text().splitlines()
+    assert {cell_len(line) for line in lines} <= {len(lines[0])}
+    assert len(lines[0]) <= width
+    assert len(lines) == 5, "one line for one row"
+    cells = [cell.strip() for cell in lines[3].strip("│").split("│")]
+    assert cells[:3] == list(row[:3])
+    assert (cells[3] == row[3]) if width == 300 else cells[3].endswith("…")
+
+
+def test_in_a_narrow_terminal_what_has_no_room_is_broken_and_not_cut_off() -> None:
+    console = Console(width=40, file=io.StringIO(), record=True)
+    console.print(cut_at_the_end(("session", "payload"), [("0123456789" * 4, "x" * 99)], 40))
+    rows = [line.strip("│").split("│") for line in console.export_text().splitlines() if line.startswith("│")]
+    assert "".join(cells[0].strip() for cells in rows) == "0123456789" * 4
+    assert rows[0][1].strip().endswith("…")
 
 
 def test_events_are_filtered_and_paged(database: Database, write: Writer) -> None:

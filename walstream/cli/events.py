@@ -10,7 +10,7 @@ import typer
 from . import console
 from .options import Json, takes_settings
 from .session import PATIENT, installed
-from .shown import MOST, lines, one_line, shortened, time_of_day
+from .shown import MOST, cut_at_the_end, lines, one_line, shortened, time_of_day
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
@@ -149,18 +149,10 @@ def _heads(row: tuple[Any, ...], places: dict[int, Place]) -> tuple[str, str, st
 
 
 def _show(rows: list[tuple[Any, ...]], places: dict[int, Place]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for name in ("offset", "seq"):
-        table.add_column(name, justify="right")
-    for name in ("created", "committed", "agent", "type"):
-        table.add_column(name)
-    table.add_column("payload", overflow="ellipsis", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, _heads(row, places)), Text(shortened(row[4] or "NULL", _SHORT)))
-    console.out().print(table)
+    out = console.out()
+    titles = ("offset", "seq", "created", "committed", "agent", "type", "payload")
+    shown = [(*_heads(row, places), shortened(row[4] or "NULL", _SHORT)) for row in rows]
+    out.print(cut_at_the_end(titles, shown, out.width, right=("offset", "seq")))
 
 
 def _show_whole(rows: list[tuple[Any, ...]], places: dict[int, Place]) -> None:

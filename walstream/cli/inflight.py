@@ -10,7 +10,7 @@ import typer
 from . import console
 from .options import Json, takes_settings
 from .session import PATIENT, installed
-from .shown import MOST, moment, one_line, shortened
+from .shown import MOST, cut_at_the_end, moment, one_line, shortened
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
@@ -90,24 +90,20 @@ def _document(call: InFlightCall) -> dict[str, Any]:
 
 
 def _show(found: list[InFlightCall]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from .status import duration
 
     now = datetime.now(UTC)
-    table = Table("session", "agent", "call", "tool")
-    for name in ("seq", "attempt", "for"):
-        table.add_column(name, justify="right")
-    table.add_column("arguments", overflow="ellipsis", no_wrap=True)
-    for call in found:
-        age = "" if call.since is None else duration(max(0.0, (now - call.since).total_seconds()))
-        table.add_row(
-            *(Text(one_line(each or "")) for each in (call.session_id, call.agent_id, call.call_id, call.name)),
+    rows = [
+        (
+            *(one_line(each or "") for each in (call.session_id, call.agent_id, call.call_id, call.name)),
             str(call.seq),
             str(call.attempt),
-            age,
-            Text(shortened(call.arguments_text or "", 80)),
+            "" if call.since is None else duration(max(0.0, (now - call.since).total_seconds())),
+            shortened(call.arguments_text or "", 80),
         )
-    console.out().print(table)
+        for call in found
+    ]
+    out = console.out()
+    titles = ("session", "agent", "call", "tool", "seq", "attempt", "for", "arguments")
+    out.print(cut_at_the_end(titles, rows, out.width, right=("seq", "attempt", "for")))
     console.say(f"{len(found)} tool {'call is' if len(found) == 1 else 'calls are'} in flight")

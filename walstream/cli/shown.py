@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MOST: Final = 1_000_000_000
 """Of whatever is shown: more than anybody reads, and a number that Postgres takes."""
 
+_LEAST: Final = 20  # characters of a column that is cut off
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -34,6 +39,31 @@ def shortened(text: str, most: int) -> str:
     """One line of at most so many characters."""
     text = one_line(text[: most + 1])
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def cut_at_the_end(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, right: Collection[str] = ()
+) -> Table:
+    """A table of which the last column alone is cut off, to what the others leave of ``width``.
+
+    Where they leave next to nothing, they are broken into lines, which loses no character.
+
+    Args:
+        right: titles of the columns that are aligned to the right.
+    """
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    others = zip(titles[:-1], *(row[:-1] for row in rows), strict=True)
+    taken = sum(max(map(cell_len, column)) + 3 for column in others) + 4
+    table = Table()
+    for title in titles[:-1]:
+        table.add_column(title, overflow="fold", justify="right" if title in right else "left")
+    table.add_column(titles[-1], overflow="ellipsis", no_wrap=True, max_width=max(width - taken, _LEAST))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def moment(text: str, option: str) -> datetime:
