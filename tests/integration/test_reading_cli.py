@@ -372,6 +372,30 @@ def test_context_by_offset_is_the_fold_of_what_was_there(database: Database, wri
     assert [each["n"] for each in found["handoffs"]] == [0, 1, 2, 3]
 
 
+def test_a_context_before_the_first_event_says_that_there_was_none(database: Database, write: Writer) -> None:
+    first = write.say("hello")
+    append_to_order(database, [first], ages=[60.0])
+    database.execute("UPDATE agent_events SET created_at = now() - interval '1 minute'")
+
+    def shown(*at: str) -> str:
+        said = ok("context", write.session, *at, dsn=database.dsn).stdout
+        assert ok("context", write.session, *at, "--json", dsn=database.dsn).json["messages"] == (
+            [{"role": "user", "content": "hello"}] if "hello" in said else []
+        )
+        return said
+
+    nothing = f"session {write.session} has no event "
+    assert shown("--at", str(first - 1)) == f"{nothing}up to seq {first - 1}\n"
+    assert shown("--at-offset", "0") == f"{nothing}up to offset 0\n"
+    assert shown("--at-time", "2026-01-02 03:04:05+01:00") == f"{nothing}by 2026-01-02 02:04:05.000000 UTC\n"
+    for at in (("--at", str(first)), ("--at-offset", "1"), ("--at-time", "1s"), ()):
+        assert "hello" in shown(*at)
+    # Something is there, and nothing was said yet.
+    silent = Writer(write.conn, Settings(dsn=database.dsn))
+    silent("handoff.emitted", to="b")
+    assert "no messages" in ok("context", silent.session, dsn=database.dsn).stdout
+
+
 def test_context_by_time_is_by_commit_and_else_by_created_at(database: Database, write: Writer) -> None:
     seqs = [write("handoff.emitted", n=n) for n in range(4)]
     append_to_order(database, [seqs[1]], [seqs[0]], [seqs[2]], ages=[500, 300, None])

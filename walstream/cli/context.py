@@ -24,6 +24,7 @@ _COLOURS: Final = {"system": "magenta", "developer": "magenta", "user": "cyan", 
 _LINES: Final = 12  # of a message
 _ARGUMENTS: Final = 200  # characters
 
+_ANY: Final = "SELECT EXISTS (SELECT FROM $table AS e WHERE e.$session_id = %s AND e.$seq <= %s)"
 _SEQS: Final = """
 SELECT e.$seq, CASE WHEN pg_catalog.isfinite(e.$created_at)
                     THEN ((extract(epoch FROM e.$created_at) - 946684800) * 1000000)::bigint END
@@ -69,19 +70,36 @@ def context(
             name = known_session(cur, settings, session)
         if at_offset is None and time is None:
             made = rebuild_context(conn, name, at, settings=settings)
+            begun = at is None or _begun(conn, settings, name, at)
         else:
-            made = _at(conn, settings, name, at_offset, time)
+            made, begun = _at(conn, settings, name, at_offset, time)
     if as_json:
         from walstream.ledger.canonical import canonical
 
         console.say(canonical(made).decode())
+    elif not begun:
+        # It has events, later ones: that it is empty here says something else than that nothing was said in it.
+        when = f"up to seq {at}" if at is not None else f"up to offset {at_offset}"
+        console.say(f"session {name} has no event {when if time is None else f'by {time:%Y-%m-%d %H:%M:%S.%f %Z}'}")
     else:
         for part in _parts(made, None if full else _LINES):
             console.out().print(part)
 
 
-def _at(conn: Connection, settings: Settings, session: str, offset: int | None, time: datetime | None) -> Context:
-    """The fold of the events that were there at an offset or a time, in the order of seq."""
+def _begun(conn: Connection, settings: Settings, session: str, seq: int) -> bool:
+    """Whether the session has an event up to ``seq``."""
+    from walstream.ledger.stored_rows import statement
+
+    with conn.cursor() as cur:
+        cur.execute(statement(settings, _ANY), (session, seq))
+        row = cur.fetchone()
+    return row == (True,)
+
+
+def _at(
+    conn: Connection, settings: Settings, session: str, offset: int | None, time: datetime | None
+) -> tuple[Context, bool]:
+    """The fold of the events that were there at an offset or a time, in the order of seq; and whether any were."""
     from walstream.ledger.fold import load_fold
     from walstream.ledger.rebuild import rebuild_context
     from walstream.ledger.session_rows import read_session
@@ -89,12 +107,12 @@ def _at(conn: Connection, settings: Settings, session: str, offset: int | None, 
     fold = load_fold(settings)
     there, later = _split(conn, settings, session, offset, time)
     if not there:
-        return fold.empty()
+        return fold.empty(), False
     if not later or max(there) < min(later):
-        return rebuild_context(conn, session, max(there), settings=settings, fold=fold)
+        return rebuild_context(conn, session, max(there), settings=settings, fold=fold), True
     # A lower seq was committed later than a higher one: no snapshot is the fold of this set.
     rows = read_session(conn, settings, session, upto_seq=max(there), fold=fold)
-    return fold.fold(event for event in rows if event.seq in there)
+    return fold.fold(event for event in rows if event.seq in there), True
 
 
 def _split(
