@@ -36,7 +36,8 @@ _SUBMIT: Final = """
          WHERE event_seq = %(seq)s AND rerouted_at IS NULL
     )
     SELECT s.job_id, s.created
-      FROM {namespace}.submit_job(%(session)s, %(agent)s, event_seq => %(seq)s, hops => %(hops)s) AS s"""
+      FROM {namespace}.submit_job(%(session)s, %(agent)s, event_seq => %(seq)s, hops => %(hops)s,
+                                  priority => %(priority)s) AS s"""
 
 _BURY: Final = """
     INSERT INTO {namespace}.dead_letters AS held (event_seq, session_id, reason)
@@ -188,7 +189,7 @@ class HandoffRouter(Projector):
                     f"it would be handoff {hops} in a row, and {self.max_hops} are allowed: {_shown(agent)} was to get"
                     f" it from {_shown(event.agent_id)}"
                 )
-            job_id, created = statements.submit(event, _session(payload), agent, hops)
+            job_id, created = statements.submit(event, _session(payload), agent, hops, _priority(payload))
         except Unroutable as error:
             reason = str(error)
             statements.bury(event, reason)
@@ -240,13 +241,19 @@ class _Statements:
         assert row is not None
         return row[0], row[1]
 
-    def submit(self, event: Event, session: str | None, agent: str, hops: int) -> tuple[int, bool]:
+    def submit(self, event: Event, session: str | None, agent: str, hops: int, priority: int) -> tuple[int, bool]:
         """Submit the job; return it, and whether it is new.
 
         Raises:
             Unroutable: the payload named a session, and the ledger can have none of that name.
         """
-        values = {"seq": event.seq, "session": session or event.session_id, "agent": agent, "hops": hops}
+        values = {
+            "seq": event.seq,
+            "session": session or event.session_id,
+            "agent": agent,
+            "hops": hops,
+            "priority": priority,
+        }
         if session is None:
             self._execute(_SUBMIT, values)
         else:
@@ -333,6 +340,12 @@ def _hops(payload: Mapping[str, Any]) -> int:
     """How many handoffs came before this one, as far as the payload says so."""
     hops = payload.get("hops")
     return min(hops, 2**31 - 2) if type(hops) is int and hops > 0 else 0
+
+
+def _priority(payload: Mapping[str, Any]) -> int:
+    """How urgent the payload says that it is; as urgent as anything, 0, if it says nothing, or no whole number."""
+    priority = payload.get("priority")
+    return max(-(2**31), min(priority, 2**31 - 1)) if type(priority) is int else 0
 
 
 def _shown(value: Any) -> str:

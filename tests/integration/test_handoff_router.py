@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.integration.streams import eventually as until
 from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream import ConfigError, Context, Event, Ledger
 from walstream.ledger.schema import install
+from walstream.postgres import PostgresServer
 from walstream.projectors.handoff_router import HandoffRouter, Routed, Unroutable
 from walstream.testing import make_event
 
@@ -240,6 +241,45 @@ def test_kill_9_between_job_and_cursor_neither_loses_nor_doubles_a_handoff(world
     ]
 
 
+class KilledBefore(HandoffRouter):
+    """Crashes the server twice: when it has submitted jobs, and their transaction was not committed."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        super().__init__(default="writer")
+        self.server = server
+        self.crashes = 0
+
+    def project(self, events: Sequence[Event], ctx: Context) -> None:
+        super().project(events, ctx)
+        if self.crashes < 2 and events[0].offset > 20 * self.crashes:
+            self.crashes += 1
+            self.server.restart("immediate")
+
+
+def test_a_server_that_crashes_between_job_and_commit_costs_no_handoff_and_doubles_none(
+    own_server: Callable[..., PostgresServer],
+) -> None:
+    server = own_server()
+    database = Database(server, "crashed")
+    database.create()
+    with contextlib.closing(World(database, projectors={"handoff-router": {"batch": 10}})) as world:
+        last = world.add_many(60, event_type="handoff.emitted", transaction=2)
+        router = KilledBefore(server)
+        group = world.start(router)
+
+        def done() -> bool:
+            with contextlib.suppress(psycopg2.OperationalError):  # the server is just starting
+                return database.execute("SELECT position FROM walstream.cursors") == [(last,)]
+            return False
+
+        eventually(done, timeout=60)
+        group.stop(5)
+    assert router.crashes == 2
+    assert database.execute("SELECT event_seq FROM agent_jobs ORDER BY 1") == database.execute(
+        "SELECT seq FROM agent_events ORDER BY 1"
+    )
+
+
 # -- who gets it -----------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +373,18 @@ def test_a_nul_and_half_a_character_in_a_column_of_the_type_json_are_dead_letter
         assert world.execute(JOBS) == []
     finally:
         world.close()
+
+
+def test_the_payload_may_say_how_urgent_it_is(world: World) -> None:
+    said = {5: 5, -5: -5, 10**30: 2**31 - 1, -(10**30): -(2**31), "9": 0, 2.5: 0, True: 0, None: 0}
+    for priority in said:
+        emit(world, priority=priority)
+    emit(world)
+    Driver(world, HandoffRouter()).run()
+    given = [priority for (priority,) in world.execute("SELECT priority FROM agent_jobs ORDER BY job_id")]
+    assert given == [*said.values(), 0]
+    claimed = "SELECT priority FROM walstream.claim_job('writer', 'w', per_session => false)"
+    assert [world.execute(claimed)[0][0] for _ in range(3)] == [2**31 - 1, 5, 0]
 
 
 def test_the_payload_may_name_another_session_and_the_chain_goes_on_there(world: World) -> None:
