@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from walstream.config import quote
+from walstream.figures import size
 from walstream.ledger.grants import run_privileges
 
 from .checks import INIT, Exam, Finding, identity_findings, judged
 from .plan import check_columns
-from .status import size
 
 
 def table(exam: Exam) -> Iterator[Finding]:

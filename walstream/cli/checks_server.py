@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from walstream.config import quote
+from walstream.figures import size
 
 from .checks import Exam, Finding, State, judged
-from .status import size
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from walstream.config import quote
 from walstream.errors import ConfigError
+from walstream.figures import size
 from walstream.ledger import functions, partition_layout, schema
 from walstream.ledger.existing import check_existing, missing_columns
 
 from .checks import Exam, Finding
-from .status import size
 
 MIGRATE: Final = "walstream migrate"
 

@@ -104,7 +104,7 @@ def _show(rows: list[tuple[Any, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .status import duration
+    from walstream.figures import duration
 
     table = Table()
     for title in ("seq", "session", "since", "reason"):

@@ -90,7 +90,7 @@ def _document(call: InFlightCall) -> dict[str, Any]:
 
 
 def _show(found: list[InFlightCall]) -> None:
-    from .status import duration
+    from walstream.figures import duration
 
     now = datetime.now(UTC)
     rows = [

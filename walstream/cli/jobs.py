@@ -190,7 +190,7 @@ def count_jobs(conn: Connection, settings: Settings) -> tuple[JobCount, ...]:
 
 def in_words(counts: tuple[JobCount, ...]) -> str:
     """The counts for a person."""
-    from .status import duration
+    from walstream.figures import duration
 
     return ", ".join(
         f"{each.count:,} {each.status} (the oldest for {duration(each.oldest_seconds)}"

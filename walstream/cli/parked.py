@@ -90,7 +90,7 @@ def _show(rows: list[tuple[Any, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .status import duration
+    from walstream.figures import duration
 
     table = Table()
     for title in ("projector", "offset", "seq", "session", "type", "state", "tries", "next try", "error"):

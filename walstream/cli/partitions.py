@@ -298,7 +298,7 @@ def _list(settings: Settings, layout: Layout) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .status import size
+    from walstream.figures import size
 
     table = Table("partition", "bounds", title=f"{settings.ledger.qualified} by {_how(layout)}", title_justify="left")
     table.add_column("rows (estimate)", justify="right")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from walstream.errors import ConfigError, ExitCode, WalstreamError
+from walstream.figures import duration, size
 
 from . import console
 from .jobs import in_words
@@ -192,24 +193,3 @@ def projector_table(projectors: Sequence[ProjectorStanding]) -> Table:
             Text(f"{each.parked:,}", style="yellow" if each.parked else ""),
         )
     return table
-
-
-def size(count: int | None) -> str:
-    """Bytes for a person: ``None`` is said, never shown as 0."""
-    if count is None:
-        return "an unknown size"
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} days"
