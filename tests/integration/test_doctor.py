@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import psycopg2
 import pytest
 from psycopg2.extensions import make_dsn, parse_dsn
 
@@ -174,6 +175,29 @@ def _start_over(database: Database, slot: str) -> None:
         "DROP SCHEMA IF EXISTS walstream CASCADE; DROP TABLE IF EXISTS agent_events, former, other CASCADE"
     )
     database.execute(f'ALTER DATABASE "{database.name}" RESET ALL')
+
+
+def test_jobs_that_nothing_holds_to_their_state_machine(ledger: Database, slot: str) -> None:
+    name = ledger.execute("SELECT tgname FROM pg_trigger WHERE tgrelid = 'agent_jobs'::regclass")[0][0]
+    strange = "INSERT INTO agent_jobs (session_id, status) VALUES (gen_random_uuid(), 'NONSENSE') RETURNING job_id"
+    for statement, why, mend in (
+        (f"DROP TRIGGER {name} ON agent_jobs", "missing", "migrate"),
+        (f"ALTER TABLE agent_jobs DISABLE TRIGGER {name}", "disabled", "migrate"),
+        (f"ALTER TABLE agent_jobs ENABLE REPLICA TRIGGER {name}", "disabled", "init"),
+    ):
+        assert Report(ledger, slot).state("job status") == "ok"
+        ledger.execute(statement)
+        ledger.execute("DELETE FROM agent_jobs WHERE job_id = %s", ledger.execute(strange)[0][0])
+        report = Report(ledger, slot)
+        assert report.failed() == ["job status"], statement
+        assert f'the trigger on "public"."agent_jobs" is {why}' in report.the("job status")["found"]
+        assert report.the("job status")["fix"] == "walstream migrate"
+        assert "check_job_status" in ok(mend, "--slot", slot, dsn=ledger.dsn).stdout
+        with pytest.raises(psycopg2.DatabaseError, match="a job has no status NONSENSE"):
+            ledger.execute(strange)
+    ledger.execute(f"ALTER TABLE agent_jobs ENABLE ALWAYS TRIGGER {name}")
+    assert Report(ledger, slot).failed() == []
+    assert "nothing to do" in ok("migrate", dsn=ledger.dsn).stdout
 
 
 def test_a_partitioned_ledger_that_is_not_published_by_its_root(database: Database, slot: str) -> None:

@@ -52,6 +52,25 @@ def tables(exam: Exam) -> Iterator[Finding]:
         )
 
 
+def job_status(exam: Exam) -> Iterator[Finding]:
+    """Whether everybody who writes jobs is held to their state machine, also who does it without the functions."""
+    if (exam.version or 0) < schema.JOBS_VERSION:
+        return
+    with exam.conn.cursor() as cur:
+        why = functions.unguarded(cur, exam.settings)
+    jobs = exam.settings.ledger.beside(exam.settings.ledger.jobs)
+    if why is None:
+        yield Finding("job status", "ok", f"a trigger on {jobs} holds everybody to the state machine")
+    else:
+        yield Finding(
+            "job status",
+            "failed",
+            f"the trigger on {jobs} is {why}: nothing keeps anybody from giving a job a status that no worker knows, or"
+            " from finishing one that somebody is at",
+            MIGRATE,
+        )
+
+
 def append_functions(exam: Exam) -> Iterator[Finding]:
     """They hold the names of table and columns as they were configured when they were made."""
     if not _has_functions(exam):
@@ -227,6 +246,7 @@ def _has_functions(exam: Exam) -> bool:
 CHECKS: Final[tuple[Callable[[Exam], Iterator[Finding]], ...]] = (
     version,
     tables,
+    job_status,
     append_functions,
     seq_default,
     partitions_ahead,

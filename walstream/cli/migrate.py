@@ -114,7 +114,7 @@ def _due(conn: Connection, cur: Cursor, settings: Settings) -> Due:
     scripts = schema.statements(settings, version)
     stale: list[str] = []
     if version >= schema.LEDGER_VERSION:
-        stale = functions.stale(cur, settings)
+        stale = functions.due(cur, settings)
         if stale and not schema.brings_ledger(version):
             scripts.append(schema.functions_sql(settings).strip())
     return Due(

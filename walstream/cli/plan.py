@@ -222,7 +222,7 @@ def _schema(settings: Settings, version: int) -> list[Step]:
 def _functions(conn: Connection, settings: Settings) -> list[Step]:
     """The functions that workers call, where they do not fit (a migration that is due makes them anyway)."""
     with conn.cursor() as cur:
-        stale = functions.stale(cur, settings)
+        stale = functions.due(cur, settings)
     if not stale:
         return []
     return [Step(f"functions {', '.join(stale)}", (schema.functions_sql(settings).strip(),))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from .schema import fill, functions_template, installed_version, names
+from .schema import JOBS_VERSION, fill, functions_template, installed_version, names
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _FUNCTION: Final = re.compile(
     r"CREATE OR REPLACE FUNCTION \$namespace\.(\w+)\s*\(.*?AS \$walstream_body\$(.*?)\$walstream_body\$", re.DOTALL
 )
+
+_GUARD: Final = """
+SELECT (SELECT bool_or(t.tgenabled IN ('O', 'A')) FROM pg_catalog.pg_trigger AS t
+          JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace
+         WHERE t.tgrelid = jobs.oid AND p.proname = %s AND n.nspname = %s)
+  FROM pg_catalog.pg_class AS jobs WHERE jobs.oid = pg_catalog.to_regclass(%s)"""
+_GUARDS: Final = "check_job_status"  # the function that the trigger calls
 
 
 def bodies(settings: Settings, version: int | None = None) -> dict[str, str]:
@@ -42,3 +49,23 @@ def stale(cur: Cursor, settings: Settings) -> list[str]:
     # A script that went through a mailbox or an editor may have other line breaks: they mean nothing here.
     there = {(name, body.replace("\r\n", "\n")) for name, body in cur.fetchall()}
     return [name for name, body in wanted.items() if (name, body) not in there]
+
+
+def unguarded(cur: Cursor, settings: Settings) -> str | None:
+    """What keeps the trigger on the jobs from holding everybody to their state machine: ``missing`` or ``disabled``.
+
+    ``None`` if nothing does, or if there is no table of jobs. Making the functions anew makes the trigger anew.
+    """
+    if installed_version(cur, settings.namespace) < JOBS_VERSION:
+        return None
+    cur.execute(_GUARD, (_GUARDS, settings.namespace, settings.ledger.beside(settings.ledger.jobs)))
+    row = cur.fetchone()
+    if row is None or row[0]:
+        return None
+    return "missing" if row[0] is None else "disabled"
+
+
+def due(cur: Cursor, settings: Settings) -> list[str]:
+    """Names of the functions that are to be made anew: those that are :func:`stale`, and one whose trigger is gone."""
+    names = stale(cur, settings)
+    return [*names, _GUARDS] if _GUARDS not in names and unguarded(cur, settings) else names
