@@ -139,6 +139,17 @@ def test_snapshots_go_and_what_belongs_to_the_ledger_stays(ledger: Database, slo
     assert [each["state"] for each in _checks(ledger, slot, "append functions")] == ["ok"]
 
 
+def test_a_job_that_waits_for_a_person_still_does_after_another_set_up(ledger: Database, slot: str) -> None:
+    ledger.execute("SELECT walstream.submit_job('11111111-1111-1111-1111-111111111111', 'a')")
+    ledger.execute("SELECT job_id FROM walstream.claim_job('a', 'me')")
+    ledger.execute("SELECT walstream.begin_job(1, 1)")
+    ((request,),) = ledger.execute("SELECT walstream.request_approval(1, 1, '{}')")
+    assert ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json["kept"] == ["approvals"]
+    ok("init", "--slot", slot, dsn=ledger.dsn)
+    ledger.execute("SELECT walstream.decide_approval(%s, 'granted', 'alice')", request)
+    assert ledger.execute("SELECT status FROM agent_jobs") == [("SUBMITTED",)]
+
+
 def _checks(ledger: Database, slot: str, name: str) -> list[dict[str, str]]:
     found = call("doctor", "--slot", slot, "--json", dsn=ledger.dsn).json["checks"]
     return [each for each in found if each["check"] == name]

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
 
-_OF_THE_LEDGER: Final = ("append_keys", "messages", "forks")
+_OF_THE_LEDGER: Final = ("append_keys", "messages", "forks", "approvals")
 """Tables in walstream's schema that say what no other place says: events refer to messages, keys keep an append from
-being made twice."""
+being made twice, and jobs wait for approvals."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def _look(conn: Connection, settings: Settings) -> Remains:
 
 
 def _holds_rows(cur: Cursor, table: str) -> bool:
-    """Whether it does. Who may not read it is no owner, and is refused anyway."""
-    cur.execute("SELECT pg_catalog.has_table_privilege(%s, 'SELECT')", (table,))
+    """Whether it does, if it is there. Who may not read it is no owner, and is refused anyway."""
+    cur.execute("SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(%s), 'SELECT')", (table,))
     row: Any = cur.fetchone()
     if not row[0]:
         return False

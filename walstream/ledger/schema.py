@@ -33,6 +33,9 @@ LEDGER_VERSION: Final = 2
 JOBS_VERSION: Final = 3
 """What jobs need: their state machine, the functions that move them, and dead letters."""
 
+APPROVALS_VERSION: Final = 4
+"""What approvals need: their table, and the functions that ask and decide."""
+
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
 
@@ -120,8 +123,8 @@ def functions_sql(settings: Settings, version: int | None = None) -> str:
 
 def functions_template(version: int | None = None) -> str:
     """The same with ``$namespace``, ``$table`` and the like where names belong."""
-    jobs = _template("jobs.sql") if version is None or version >= JOBS_VERSION else ""
-    return _template("functions.sql") + jobs
+    parts = (("functions.sql", LEDGER_VERSION), ("jobs.sql", JOBS_VERSION), ("approvals.sql", APPROVALS_VERSION))
+    return "".join(_template(file) for file, needed in parts if version is None or version >= needed)
 
 
 def _template(file: str) -> str:
