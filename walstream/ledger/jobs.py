@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
 from walstream.config import Settings, load
 from walstream.errors import LedgerError
 
-from .adapters import Statement, encoding_named, execute
-from .refusals import refusal
-from .schema import fill, names
+from .adapters import Rows, Statement
+from .function_calls import call, shown_time, statement, time_of
 
 STATUSES: Final = (
     "CREATED",
@@ -162,7 +161,7 @@ class Jobs:
         From a connection of its own: while a transaction that appends in the job's name is open, this waits for it, and
         nobody can claim the job.
         """
-        ((renewed,),) = self._call(_RENEW, (*_lease(job, token), lease_seconds), on, "renew_job", _named(job))
+        ((renewed,),) = self._call(_RENEW, (*lease_of(job, token), lease_seconds), on, "renew_job", name_of(job))
         return bool(renewed)
 
     def complete(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
@@ -177,7 +176,7 @@ class Jobs:
         Args:
             retry_after: seconds until the next try; without it the job fails for good.
         """
-        ((status,),) = self._call(_FAIL, (*_lease(job, token), error, retry_after), on, "fail_job", _named(job))
+        ((status,),) = self._call(_FAIL, (*lease_of(job, token), error, retry_after), on, "fail_job", name_of(job))
         return str(status)
 
     def release(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
@@ -194,7 +193,7 @@ class Jobs:
 
     def cancel(self, job_id: int, reason: str | None = None, *, on: Any) -> None:
         """Cancel an unfinished job. Who is at work on it can write nothing in its name from then on."""
-        self._call(_CANCEL, (job_id, reason), on, "cancel_job", _named(job_id))
+        self._call(_CANCEL, (job_id, reason), on, "cancel_job", name_of(job_id))
 
     def retry(self, job_id: int, *, on: Any) -> None:
         """Submit a job again that failed for good or was canceled."""
@@ -206,7 +205,7 @@ class Jobs:
         Raises:
             LedgerError: there is no such job.
         """
-        rows = self._call(_GET, (job_id,), on, "claim_job", _named(job_id))
+        rows = self._call(_GET, (job_id,), on, "claim_job", name_of(job_id))
         if not rows:
             raise LedgerError(f"there is no job {job_id}", hint="`walstream jobs list` lists them")
         return _job(rows[0])
@@ -234,26 +233,21 @@ class Jobs:
         return [_job(row) for row in self._call(_FIND, values, on, "claim_job", "jobs")]
 
     def _held(self, function: str, job: Job | int, token: int | None, on: Any) -> None:
-        self._call(_HELD[function], _lease(job, token), on, function, _named(job))
+        self._call(_HELD[function], lease_of(job, token), on, function, name_of(job))
 
     def _moved(self, function: str, job_id: int, on: Any) -> None:
-        self._call(_MOVED[function], (job_id,), on, function, _named(job_id))
+        self._call(_MOVED[function], (job_id,), on, function, name_of(job_id))
 
-    def _call(
-        self, statement: Statement, values: tuple[Any, ...], on: Any, function: str, what: str
-    ) -> list[tuple[Any, ...]]:
-        wanted = names(self._settings)
-        try:
-            with encoding_named():
-                return execute(on, Statement(tuple(fill(part, wanted) for part in statement.parts)), values)
-        except Exception as error:
-            refused = refusal(error, self._settings.namespace, function, what, doing="work on jobs")
-            if refused is None:
-                raise
-            raise refused from error
+    def _call(self, sql: Statement, values: tuple[Any, ...], on: Any, function: str, what: str) -> Rows:
+        return call(self._settings, sql, values, on, function=function, what=what, doing="work on jobs")
 
 
-def _lease(job: Job | int, token: int | None) -> tuple[int, int]:
+def lease_of(job: Job | int, token: int | None) -> tuple[int, int]:
+    """A job's number, and the token by which a worker has it.
+
+    Raises:
+        TypeError: it is a number without a token.
+    """
     if isinstance(job, Job):
         return job.job_id, job.fencing_token if token is None else token
     if token is None:
@@ -261,56 +255,37 @@ def _lease(job: Job | int, token: int | None) -> tuple[int, int]:
     return job, token
 
 
-def _named(job: Job | int) -> str:
+def name_of(job: Job | int) -> str:
+    """What a job is called in errors."""
     return f"job {job.job_id if isinstance(job, Job) else job}"
 
 
 def _job(row: tuple[Any, ...]) -> Job:
     numbers = len(_TIMES)
-    return Job(*row[:-numbers], *(_time(text) for text in row[-numbers:]))
-
-
-def _time(text: str | None) -> datetime | None:
-    try:
-        return None if text is None else datetime.fromisoformat(text).replace(tzinfo=UTC)
-    except ValueError:  # infinity, or a year that Python does not know
-        return None
-
-
-def _statement(sql: str) -> Statement:
-    """``?type`` becomes a place for a value of that type: some drivers send one of their own with it."""
-    parts = sql.split("?")
-    head, text = parts[0], []
-    for part in parts[1:]:
-        kind = part[: len(part) - len(part.lstrip("abcdefghijklmnopqrstuvwxyz0123456789[]"))]
-        text.append(head + "CAST(")
-        head = f" AS pg_catalog.{kind})" + part[len(kind) :]
-    return Statement((*text, head))
+    return Job(*row[:-numbers], *(time_of(text) for text in row[-numbers:]))
 
 
 _TIMES: Final = ("lease_expires_at", "next_try", "created_at", "updated_at", "finished_at")
 _ROW: Final = (
     "j.job_id, CAST(j.session_id AS pg_catalog.text), j.agent_id, j.event_seq, j.status, j.priority, j.attempts,"
     " j.max_delivery_attempts, j.hops, j.error, j.lease_owner, j.fencing_token, "
-) + ", ".join(
-    f"pg_catalog.to_char(pg_catalog.timezone('UTC', j.{name}), 'YYYY-MM-DD HH24:MI:SS.US')" for name in _TIMES
-)
-_SUBMIT: Final = _statement(
+) + ", ".join(shown_time(f"j.{name}") for name in _TIMES)
+_SUBMIT: Final = statement(
     "SELECT s.job_id, s.created FROM $namespace.submit_job("
     "session_id => ?text, agent_id => ?text, event_seq => ?int8, priority => ?int4, hops => ?int4,"
     " max_delivery_attempts => ?int4, not_before => ?timestamptz) AS s"
 )
-_CLAIM: Final = _statement(f"SELECT {_ROW} FROM $namespace.claim_job(?text, ?text, ?float8, ?bool, ?int4) AS j")
-_RENEW: Final = _statement("SELECT $namespace.renew_job(?int8, ?int8, ?float8)")
-_FAIL: Final = _statement("SELECT $namespace.fail_job(?int8, ?int8, ?text, ?float8)")
-_CANCEL: Final = _statement("SELECT $namespace.cancel_job(?int8, ?text)")
+_CLAIM: Final = statement(f"SELECT {_ROW} FROM $namespace.claim_job(?text, ?text, ?float8, ?bool, ?int4) AS j")
+_RENEW: Final = statement("SELECT $namespace.renew_job(?int8, ?int8, ?float8)")
+_FAIL: Final = statement("SELECT $namespace.fail_job(?int8, ?int8, ?text, ?float8)")
+_CANCEL: Final = statement("SELECT $namespace.cancel_job(?int8, ?text)")
 _HELD: Final = {
-    name: _statement(f"SELECT $namespace.{name}(?int8, ?int8)")
+    name: statement(f"SELECT $namespace.{name}(?int8, ?int8)")
     for name in ("begin_job", "complete_job", "release_job", "await_human")
 }
-_MOVED: Final = {name: _statement(f"SELECT $namespace.{name}(?int8)") for name in ("resume_job", "retry_job")}
-_GET: Final = _statement(f"SELECT {_ROW} FROM $jobs AS j WHERE j.job_id = ?int8")
-_FIND: Final = _statement(
+_MOVED: Final = {name: statement(f"SELECT $namespace.{name}(?int8)") for name in ("resume_job", "retry_job")}
+_GET: Final = statement(f"SELECT {_ROW} FROM $jobs AS j WHERE j.job_id = ?int8")
+_FIND: Final = statement(
     f"SELECT {_ROW} FROM $jobs AS j WHERE (?text[] IS NULL OR j.status = ANY (?text[]))"
     " AND (?text IS NULL OR j.agent_id = ?text) AND (?text IS NULL OR CAST(j.session_id AS pg_catalog.text) = ?text)"
     " ORDER BY j.job_id DESC LIMIT ?int8"
