@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from walstream.engine.subscribe import Subscription as Subscription
     from walstream.engine.subscribe import subscribe as subscribe
     from walstream.engine.waiting import EventParked as EventParked
+    from walstream.errors import ApprovalRefused as ApprovalRefused
     from walstream.errors import CallSettled as CallSettled
     from walstream.errors import ConfigError as ConfigError
     from walstream.errors import Fenced as Fenced
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from walstream.errors import UnknownSession as UnknownSession
     from walstream.errors import WalstreamError as WalstreamError
     from walstream.event import Event as Event
+    from walstream.ledger.approvals import Approval as Approval
+    from walstream.ledger.approvals import Approvals as Approvals
     from walstream.ledger.fold import Fold as Fold
     from walstream.ledger.fold import add_message as add_message
     from walstream.ledger.fold import apply_event as apply_event
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 # Loaded when they are first asked for, so that `import walstream` (and the command line) stays quick.
 _HOMES = {
     "Appended": "walstream.ledger.ledger",
+    "Approval": "walstream.ledger.approvals",
+    "ApprovalRefused": "walstream.errors",
+    "Approvals": "walstream.ledger.approvals",
     "CallSettled": "walstream.errors",
     "ConfigError": "walstream.errors",
     "Context": "walstream.engine.context",

@@ -124,6 +124,10 @@ class JobRefused(WalstreamError):
     """A job is not in a state in which what was asked of it can be done."""
 
 
+class ApprovalRefused(WalstreamError):
+    """A request for an approval cannot be decided (any more): decided already, stale, or past its deadline."""
+
+
 class Fenced(WalstreamError):
     """Another process holds a newer generation: whatever this one still wanted to write was refused."""
 

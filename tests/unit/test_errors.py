@@ -22,6 +22,7 @@ PROMISED: dict[type[WalstreamError], tuple[int, bool]] = {
     errors.RecoveryBusy: (4, True),
     errors.CallSettled: (1, False),
     errors.JobRefused: (1, False),
+    errors.ApprovalRefused: (1, False),
     errors.Fenced: (8, False),
     errors.ProjectorHalted: (7, False),
     errors.RetryLater: (1, False),

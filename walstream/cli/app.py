@@ -44,6 +44,7 @@ COMMANDS: Final[tuple[str, ...]] = (
     "projectors",
     "parked",
     "jobs",
+    "approvals",
     "handoffs",
     "adopt",
     "teardown",

@@ -1,5 +1,5 @@
-"""``walstream init --grants ROLE`` and ``--worker ROLE``: what can be granted is, and what only a superuser can give is
-said."""
+"""``walstream init --grants ROLE``, ``--worker ROLE`` and ``--approver ROLE``: what can be granted is, and what only a
+superuser can give is said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from walstream.config import quote
 from walstream.errors import ConfigError
-from walstream.ledger.grants import grant_statements, worker_statements
+from walstream.ledger.grants import approver_statements, grant_statements, worker_statements
 
 from .provider import provider_of
 
@@ -59,6 +59,11 @@ def grant(settings: Settings, conn: Connection, role: str) -> list[str]:
 def grant_worker(settings: Settings, conn: Connection, role: str) -> None:
     """Grant ``role`` what an agent's worker needs, in one transaction."""
     _run(conn, worker_statements(settings, role))
+
+
+def grant_approver(settings: Settings, conn: Connection, role: str) -> None:
+    """Grant ``role`` what who decides approvals needs, in one transaction."""
+    _run(conn, approver_statements(settings, role))
 
 
 def _run(conn: Connection, statements: list[str]) -> None:

@@ -38,7 +38,8 @@ class Wishes:
     Attributes:
         from_now: rows that stand in the table already are never events.
         slot_wal_keep: a size for ``max_slot_wal_keep_size``.
-        grants: the role that is to run the stream; ``worker``: the one that is to append.
+        grants: the role that is to run the stream; ``worker``: the one that is to append; ``approver``: the one that
+            is to decide approvals.
         partition_by: how the ledger's table is partitioned, if it is made.
         wait: seconds that the slot may wait for open transactions.
     """
@@ -47,6 +48,7 @@ class Wishes:
     slot_wal_keep: str | None
     grants: str | None
     worker: str | None
+    approver: str | None
     partition_by: PartitionBy | None
     wait: float
 
@@ -82,6 +84,9 @@ def init(
             "--worker", metavar="ROLE", help="Grant ROLE what an agent's worker needs: appending and reading."
         ),
     ] = None,
+    approver: Annotated[
+        str | None, typer.Option("--approver", metavar="ROLE", help="Grant ROLE what who decides approvals needs.")
+    ] = None,
     partition_by: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +116,7 @@ def init(
     from . import plan as planning
 
     by = None if partition_by is None else PartitionBy.parse(partition_by)
-    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, by, wait)
+    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, by, wait)
     if sql and not settings.dsn:
         _print_script(settings, planning.everything(settings, by), wishes)
         return
@@ -133,7 +138,7 @@ def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
     from .birth import bear
     from .progress import FillBar
 
-    for role in (wishes.grants, wishes.worker):
+    for role in (wishes.grants, wishes.worker, wishes.approver):
         if role is not None:
             granting.require_role(conn, role)  # before anything is made
     kept = None if wishes.slot_wal_keep is None else _keep_wal(conn, wishes.slot_wal_keep)
@@ -143,6 +148,8 @@ def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
         notes += granting.grant(settings, conn, wishes.grants)
     if wishes.worker is not None:
         granting.grant_worker(settings, conn, wishes.worker)
+    if wishes.approver is not None:
+        granting.grant_approver(settings, conn, wishes.approver)
     born = None
     if plan.birth:
         with FillBar() as bar:
@@ -260,7 +267,7 @@ def _show(plan: Plan) -> None:
 
 
 def _print_script(settings: Settings, plan: Plan, wishes: Wishes) -> None:
-    from walstream.ledger.grants import grant_statements, worker_statements
+    from walstream.ledger.grants import approver_statements, grant_statements, worker_statements
 
     from .plan import slot_scripts
 
@@ -279,6 +286,8 @@ def _print_script(settings: Settings, plan: Plan, wishes: Wishes) -> None:
         parts.append((f"What {wishes.grants!r} needs for `walstream run`", grant_statements(settings, wishes.grants)))
     if wishes.worker is not None:
         parts.append((f"What {wishes.worker!r} needs to append", worker_statements(settings, wishes.worker)))
+    if wishes.approver is not None:
+        parts.append((f"What {wishes.approver!r} needs to decide", approver_statements(settings, wishes.approver)))
     if plan.birth:
         parts.append((_SLOT_NOTE, slot_scripts(settings, plan, from_now=wishes.from_now)))
     if console.json_wanted():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from walstream.config import Settings, quote
 from walstream.ledger.identity import Identity, read_identity
 
+from .approvals import OpenApprovals, count_open
 from .handoffs import count_dead
 from .jobs import JobCount, count_jobs
 
@@ -100,6 +101,7 @@ class Standing:
     projectors: tuple[ProjectorStanding, ...]
     problems: tuple[str, ...] = field(default=())
     jobs: tuple[JobCount, ...] = field(default=())
+    approvals: OpenApprovals = field(default=OpenApprovals())
 
     def document(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -119,6 +121,7 @@ class Standing:
             "order": {"head": self.head},
             "projectors": [asdict(projector) for projector in self.projectors],
             "jobs": [asdict(jobs) for jobs in self.jobs],
+            "approvals": asdict(self.approvals),
             "problems": list(self.problems),
         }
 
@@ -143,7 +146,8 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
     problems = _problems(identity, slot, ingest, projectors)
     if dead := count_dead(conn, settings):
         problems.append(f"handoffs without a job, which wait for a person: {dead} (`walstream handoffs dead`)")
-    return Standing(identity, head, slot, ingest, projectors, tuple(problems), count_jobs(conn, settings))
+    jobs, approvals = count_jobs(conn, settings), count_open(conn, settings)
+    return Standing(identity, head, slot, ingest, projectors, tuple(problems), jobs, approvals)
 
 
 def _slot(cur: Cursor, name: str) -> SlotStanding:

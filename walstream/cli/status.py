@@ -156,6 +156,8 @@ def render(standing: Standing) -> RenderableType:
     line("order", f"head at offset {standing.head:,}")
     if standing.jobs:
         line("jobs", in_words(standing.jobs))
+    if (oldest := standing.approvals.oldest_seconds) is not None:
+        line("approvals", f"{standing.approvals.count:,} to be decided (the oldest for {duration(oldest)})")
 
     parts: list[RenderableType] = [head]
     if standing.projectors:

@@ -1,5 +1,5 @@
-"""What a login needs to run walstream, or to append as an agent's worker, and no more: the statements, for set-up and
-for docs/operations.md.
+"""What a login needs to run walstream, to append as an agent's worker, or to decide approvals, and no more: the
+statements, for set-up and for docs/operations.md.
 
 None of it makes the login an owner: it cannot change the schema, the publication or the ledger's rows. A worker cannot
 even insert: it appends through functions that do it with their owner's rights. Whether a login may replicate is an
@@ -14,7 +14,7 @@ from typing import Final
 from walstream.config import Settings, quote
 
 from .identity import literal
-from .schema import JOBS_VERSION, LEDGER_VERSION
+from .schema import APPROVALS_VERSION, JOBS_VERSION, LEDGER_VERSION
 
 # The privileges on each of walstream's tables. FOR SHARE on the fencing row needs UPDATE on it (documentation, SELECT,
 # "The Locking Clause"); compaction replaces order rows, so it deletes; erasures are declared by people, not by `run`.
@@ -56,15 +56,21 @@ WORKER_TABLES: Final = (
     "messages",
     "forks",
     "job_transitions",
+    "approvals",
 )
 WORKER_FUNCTIONS: Final = (
     *("append", "append_batch", "appended", "fork", "session_lock_key"),
     *("submit_job", "claim_job", "begin_job", "renew_job", "complete_job", "fail_job", "release_job"),
+    *("request_approval", "expire_approvals"),
     *("await_human", "resume_job", "cancel_job", "retry_job"),
 )
 
+# Who decides looks at requests and what they are about. Not a worker: no agent may approve what it asked itself.
+APPROVER_TABLES: Final = ("migrations", "approvals")
+APPROVER_FUNCTIONS: Final = ("decide_approval",)
 
-def run_privileges(settings: Settings, version: int = JOBS_VERSION) -> dict[str, str]:
+
+def run_privileges(settings: Settings, version: int = APPROVALS_VERSION) -> dict[str, str]:
     """Privileges by qualified table that `walstream run` needs on a schema of ``version``, but those on the ledger."""
     namespace, ledger = quote(settings.namespace), settings.ledger
     wanted = {f"{namespace}.{table}": privileges for table, privileges in PRIVILEGES.items()}
@@ -74,6 +80,8 @@ def run_privileges(settings: Settings, version: int = JOBS_VERSION) -> dict[str,
     if version >= JOBS_VERSION:
         wanted |= {f"{namespace}.{table}": privileges for table, privileges in ROUTER_PRIVILEGES.items()}
         wanted[ledger.beside(ledger.jobs)] = "SELECT"
+    if version >= APPROVALS_VERSION:
+        wanted[f"{namespace}.approvals"] = "SELECT"  # `status` counts the open ones
     return wanted
 
 
@@ -108,6 +116,21 @@ def worker_statements(settings: Settings, role: str) -> list[str]:
         *_usage(settings, grantee),
         *(f"GRANT SELECT ON {table} TO {grantee};" for table in tables),
         *_functions(settings, WORKER_FUNCTIONS, grantee),
+    ]
+
+
+def approver_statements(settings: Settings, role: str) -> list[str]:
+    """The statements that let ``role`` look at requests for an approval, and decide them. Idempotent."""
+    namespace, ledger, grantee = quote(settings.namespace), settings.ledger, quote(role)
+    tables = [
+        *(f"{namespace}.{table}" for table in APPROVER_TABLES),
+        ledger.qualified,
+        ledger.beside(ledger.jobs),
+    ]
+    return [
+        *_usage(settings, grantee),
+        *(f"GRANT SELECT ON {table} TO {grantee};" for table in tables),
+        *_functions(settings, APPROVER_FUNCTIONS, grantee),
     ]
 
 
