@@ -77,6 +77,41 @@ class ProjectorSettings(_Model):
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the projector as keyword arguments")
 
 
+_UNITS: Final = {"kB": 1024, "MB": MiB, "GB": 1024 * MiB, "TB": 1024 * 1024 * MiB}
+_SIZE: Final = re.compile(r"^([1-9][0-9]{0,8})(kB|MB|GB|TB)$")
+
+
+class DropRule(_Model):
+    """The one slot that ``walstream guard`` may drop, and from which amount of retained WAL on."""
+
+    slot: str = Field(pattern=r"^[a-z0-9_]{1,63}$")
+    above: int = Field(gt=0, description="bytes of retained WAL, or a text such as 40GB")
+    active: bool = Field(False, description="also while somebody reads it: that session is ended")
+
+    @field_validator("above", mode="before")
+    @classmethod
+    def _above_is_a_size(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = _SIZE.match(value)
+        if found is None:
+            raise ValueError("a size is a whole number and kB, MB, GB or TB")
+        return int(found[1]) * _UNITS[found[2]]
+
+
+class GuardSettings(_Model):
+    """When the guard of the slot says what (docs/operations.md, "The guard")."""
+
+    interval_seconds: float = Field(15.0, ge=0.1, description="between two looks")
+    warn_share: float = Field(0.5, gt=0, le=1, description="of what the slot may keep")
+    critical_share: float = Field(0.8, gt=0, le=1)
+    warn_seconds: float = Field(14400.0, ge=0, description="until the slot is lost, at the present rate")
+    critical_seconds: float = Field(1800.0, ge=0)
+    transaction_seconds: float = Field(300.0, ge=0, description="a transaction open for longer is named as a cause")
+    storm_factor: float = Field(5.0, ge=0, description="times its own recent past that are a storm; 0 is off")
+    drop: DropRule | None = Field(None, description="a table {slot, above, active}; without it nothing is ever dropped")
+
+
 class Settings(_Model):
     """All settings of one stream."""
 
@@ -105,6 +140,7 @@ class Settings(_Model):
     retry_cap_seconds: float = Field(30.0, gt=0, description="longest pause between two attempts to reconnect")
 
     fold: str | None = Field(None, description="`package.module:name` of the application's own fold, where it has one")
+    guard: GuardSettings = GuardSettings()
     projectors: dict[str, ProjectorSettings] = Field(default_factory=dict)
 
     @field_validator("dsn", "replication_dsn")

@@ -253,6 +253,15 @@ def test_the_slot_bound_is_set_where_that_is_permitted(
     assert any(
         "may not set" in note and "ALTER SYSTEM SET max_slot_wal_keep_size = '10GB'" in note for note in done["notes"]
     )
+    if server.major >= 15:  # a right of its own, and the reload is another
+        server.execute("GRANT ALTER SYSTEM ON PARAMETER max_slot_wal_keep_size TO owner")
+        words = ("--slot", "other", "--namespace", "other", "--publication", "other", "--table", "other.events")
+        owner = make_dsn(dsn, user="owner")
+        notes = ok("init", *words, "--slot-wal-keep", "9GB", "--json", dsn=owner).json["notes"]
+        assert any("may not reload it" in note and "pg_reload_conf()" in note for note in notes)
+        server.execute("GRANT EXECUTE ON FUNCTION pg_reload_conf() TO owner", dbname="ledger")
+        ok("init", *words, "--slot-wal-keep", "9GB", dsn=owner)
+        assert server.execute("SHOW max_slot_wal_keep_size") == [("9GB",)]
     ok("init", "--slot", "bounded", "--slot-wal-keep", "10GB", dsn=dsn)
     assert server.execute("SHOW max_slot_wal_keep_size") == [("10GB",)]
     assert parse_dsn(dsn)["dbname"] == "ledger"

@@ -29,7 +29,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "source": (*LEAVES, "protocol"),
     "order": (*LEAVES, "protocol", "source.connection", "source.failures"),
     "ledger": (*LEAVES, "protocol", "source.connection"),
-    "guard": (*LEAVES, "protocol"),
+    # The guard judges the very facts that `run`, `init` and `doctor` judge: what a slot is, is read in one place.
+    "guard": (*LEAVES, "protocol", "source.connection", "source.facts", "source.failures", "source.slots"),
     "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection", "source.failures"),
     PUBLIC: (*LEAVES, "engine", "ledger", "stream"),
     "payloads": ("ledger",),

@@ -30,6 +30,7 @@ COMMANDS: Final[tuple[str, ...]] = (
     "doctor",
     "run",
     "status",
+    "guard",
     "import_",
     "tail",
     "sessions",

@@ -194,7 +194,10 @@ def _keep_wal(conn: Connection, size: str) -> str:
     try:
         with conn.cursor() as cur:
             cur.execute(f"ALTER SYSTEM SET {name} = '{size}'")
-            cur.execute("SELECT pg_catalog.pg_reload_conf()")
+            try:
+                cur.execute("SELECT pg_catalog.pg_reload_conf()")
+            except InsufficientPrivilege:  # the one can be granted without the other
+                return f"{name} was set to {size}, and this role may not reload it. To do: SELECT pg_reload_conf();"
             # The reload reaches this session a moment later; the file that wins may be another one.
             for _ in range(50):
                 cur.execute(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .logs import Form, LogFormat, log_to_stderr
 from .options import takes_settings
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ def run(
     ] = False,
     ingest_only: Annotated[bool, typer.Option("--ingest-only", help="Only ingest, no projectors.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    log_format: LogFormat = Form.TEXT,
 ) -> None:
     """Tail the ledger: read the slot, write the order, drive projectors.
 
@@ -52,7 +52,7 @@ def run(
 
     if no_ingest and ingest_only:
         raise ConfigError("--no-ingest and --ingest-only leave nothing to run", hint="give one of them")
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose, log_format)
     projectors: Sequence[Projector] = ()
     if target is not None:
         stream = load_target(target)
@@ -78,11 +78,3 @@ def _choose(projectors: Sequence[Projector], only: Sequence[str], without: Seque
     return [
         projector for projector in projectors if (not only or projector.name in only) and projector.name not in without
     ]
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logger = logging.getLogger("walstream")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO)

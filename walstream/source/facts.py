@@ -107,6 +107,7 @@ class SlotFacts:
         invalidation_reason: from 17; ``""`` otherwise.
         inactive_since: from 17; ``""`` otherwise.
         holder: the session that reads it now.
+        inactive_seconds: since ``inactive_since``; ``None`` while it is read, and before 17.
     """
 
     name: str
@@ -126,6 +127,7 @@ class SlotFacts:
     invalidation_reason: str
     inactive_since: str
     holder: SessionFacts | None
+    inactive_seconds: float | None
 
     @property
     def lost(self) -> bool:
@@ -145,6 +147,7 @@ class Blocker:
         pid: its backend; ``None`` for a prepared transaction, which has none.
         gid: the name of a prepared transaction, or ``""``.
         since: when the transaction began (or was prepared), or ``""`` where the role may not see it.
+        seconds: how long ago that is; ``None`` where the role may not see it.
     """
 
     pid: int | None
@@ -155,6 +158,7 @@ class Blocker:
     state: str
     since: str
     query: str
+    seconds: float | None
 
     def __str__(self) -> str:
         where = f"in database {self.database} by {self.user}, open since {self.since or 'unknown'}"
@@ -241,20 +245,29 @@ def role_facts(connection: Connection) -> RoleFacts:
     return RoleFacts(row[0], row[1], row[2], row[3], frozenset(row[4]))
 
 
+_SLOTS: Final = """
+    SELECT pg_catalog.to_jsonb(s),
+           extract(epoch FROM pg_catalog.clock_timestamp()
+                              - (pg_catalog.to_jsonb(s) ->> 'inactive_since')::timestamptz)::float8,
+           a.pid, a.application_name,
+           coalesce(pg_catalog.host(a.client_addr), 'a local socket'), a.backend_start::text, a.state
+      FROM pg_catalog.pg_replication_slots s LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid
+"""
+
+
 def slot_facts(connection: Connection, slot: str) -> SlotFacts | None:
     """Read one slot, whatever database it belongs to; ``None`` if there is none of this name."""
     with connection.cursor() as cursor:
-        cursor.execute(
-            """
-            SELECT pg_catalog.to_jsonb(s), a.pid, a.application_name,
-                   coalesce(pg_catalog.host(a.client_addr), 'a local socket'), a.backend_start::text, a.state
-              FROM pg_catalog.pg_replication_slots s LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = s.active_pid
-             WHERE s.slot_name = %s
-            """,
-            (slot,),
-        )
+        cursor.execute(f"{_SLOTS} WHERE s.slot_name = %s", (slot,))
         row: Any = cursor.fetchone()
     return _slot(*row) if row else None
+
+
+def logical_slots(connection: Connection) -> list[SlotFacts]:
+    """Read all logical slots of the server, whatever database they belong to, by name."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_SLOTS} WHERE s.slot_type = 'logical' ORDER BY s.slot_name")
+        return [_slot(*row) for row in cursor.fetchall()]
 
 
 def blockers(connection: Connection) -> list[Blocker]:
@@ -268,7 +281,8 @@ def blockers(connection: Connection) -> list[Blocker]:
             """
             SELECT l.pid, coalesce(p.gid, ''), coalesce(a.datname, p.database, '?'), coalesce(a.usename, p.owner, '?'),
                    coalesce(a.application_name, ''), coalesce(a.state, ''),
-                   coalesce(a.xact_start, p.prepared)::text, coalesce(pg_catalog.left(a.query, 200), '')
+                   coalesce(a.xact_start, p.prepared)::text, coalesce(pg_catalog.left(a.query, 200), ''),
+                   extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8
               FROM pg_catalog.pg_locks l
               LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
               LEFT JOIN pg_catalog.pg_prepared_xacts p ON p.transaction = l.transactionid AND l.pid IS NULL
@@ -278,8 +292,8 @@ def blockers(connection: Connection) -> list[Blocker]:
             """
         )
         return [
-            Blocker(pid, gid, database, user, name, state, since or "", query)
-            for pid, gid, database, user, name, state, since, query in cursor.fetchall()
+            Blocker(pid, gid, database, user, name, state, since or "", query, seconds)
+            for pid, gid, database, user, name, state, since, query, seconds in cursor.fetchall()
         ]
 
 
@@ -313,7 +327,13 @@ def walsender_progress(connection: Connection, pid: int, started: str) -> tuple[
 
 
 def _slot(
-    row: dict[str, Any], pid: int | None, name: str | None, address: str, started: str | None, state: str | None
+    row: dict[str, Any],
+    inactive_seconds: float | None,
+    pid: int | None,
+    name: str | None,
+    address: str,
+    started: str | None,
+    state: str | None,
 ) -> SlotFacts:
     def lsn(column: str) -> int:
         return parse_lsn(row[column]) if row.get(column) else 0
@@ -336,4 +356,5 @@ def _slot(
         invalidation_reason=row.get("invalidation_reason") or "",
         inactive_since=row.get("inactive_since") or "",
         holder=SessionFacts(pid, name or "", address, started or "", state or "") if pid is not None else None,
+        inactive_seconds=inactive_seconds,
     )

@@ -260,7 +260,8 @@ def check_slot(settings: Settings, slot: SlotFacts | None, server: ServerFacts) 
         raise ConfigError(
             "max_slot_wal_keep_size is -1: if this consumer stays away, its slot keeps WAL until the disk is full",
             hint="ALTER SYSTEM SET max_slot_wal_keep_size = '50GB'; SELECT pg_reload_conf() (choose what the disk can "
-            "spare; a lost slot loses no event), or set allow_unbounded_slot = true",
+            "spare; a lost slot loses no event), or `walstream init --slot-wal-keep 50GB`; on managed Postgres it is a "
+            "parameter of the provider's, which `walstream doctor` names. Or set allow_unbounded_slot = true",
         )
     return slot
 

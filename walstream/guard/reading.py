@@ -1,0 +1,164 @@
+"""Reading of the facts that the policy judges: one look at a server, and rates from the looks before it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from walstream.source.facts import (
+    UNBOUNDED,
+    Blocker,
+    ServerFacts,
+    SlotFacts,
+    blockers,
+    logical_slots,
+    server_facts,
+    slot_facts,
+)
+
+from .policy import OpenTransaction, SlotReading
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
+
+WINDOW: Final = 60.0
+"""Seconds over which rates are taken: long enough not to see each burst, short enough to see a change."""
+
+SHORTEST: Final = 0.2
+"""Two samples closer together than this say nothing about a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look found.
+
+    Attributes:
+        slots: by name; one that was asked for and is not there has ``exists = False``.
+        wal_end: end of the WAL.
+        wal_rate: bytes a second; ``None`` before there are two samples.
+    """
+
+    slots: tuple[SlotReading, ...]
+    wal_end: int
+    wal_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at: float
+    wal_end: int
+    behind: Mapping[str, int]
+
+
+class SlotReader:
+    """Looks at slots again and again.
+
+    Args:
+        name: the slot to look at; ``None`` for all logical ones of the server.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, name: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._samples: deque[_Sample] = deque()
+
+    def look(self, connection: Connection) -> Look:
+        """Read everything on a connection in autocommit."""
+        server = server_facts(connection)
+        found = self._slots(connection)
+        open_now = blockers(connection)
+        sample = _Sample(
+            self._clock(),
+            server.wal_end,
+            {slot.name: server.wal_end - slot.confirmed_flush_lsn for slot in found if slot.confirmed_flush_lsn},
+        )
+        before = self._before(sample)
+        disk = free_disk(connection, server)
+        rate = None if before is None else _rate(before.wal_end, sample.wal_end, sample.at - before.at)
+        readings = [_reading(slot, server, disk, open_now, rate, _growth(before, sample, slot.name)) for slot in found]
+        if self._name is not None and not readings:
+            readings = [SlotReading(self._name, exists=False)]
+        return Look(tuple(readings), server.wal_end, rate)
+
+    def _slots(self, connection: Connection) -> Sequence[SlotFacts]:
+        if self._name is None:
+            return logical_slots(connection)
+        slot = slot_facts(connection, self._name)
+        return () if slot is None else (slot,)
+
+    def _before(self, sample: _Sample) -> _Sample | None:
+        """The sample to compare with, which is the oldest one within the window."""
+        samples = self._samples
+        if samples and samples[-1].wal_end > sample.wal_end:
+            samples.clear()  # the WAL does not shrink: it is another server's, or another timeline
+        while len(samples) > 1 and sample.at - samples[1].at >= WINDOW:
+            samples.popleft()
+        before = samples[0] if samples and sample.at - samples[0].at >= SHORTEST else None
+        samples.append(sample)
+        return before
+
+
+def free_disk(connection: Connection, server: ServerFacts) -> int | None:
+    """Bytes that are free on the disk of the WAL; ``None`` where this process cannot see it.
+
+    No function of the server tells. Over a Unix socket it is this machine's disk, if this account may enter the data
+    directory, and the name of that has to be known (members of ``pg_read_all_settings``).
+    """
+    host = connection.info.host
+    directory = server.settings.get("data_directory")
+    if not directory or (host and not host.startswith(("/", "@"))):
+        return None
+    try:
+        found = os.statvfs(os.path.join(directory, "pg_wal"))
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _reading(
+    slot: SlotFacts,
+    server: ServerFacts,
+    disk: int | None,
+    open_now: Sequence[Blocker],
+    wal_rate: float | None,
+    growth: float | None,
+) -> SlotReading:
+    bound = server.slot_keep_bytes
+    confirmed = slot.confirmed_flush_lsn
+    return SlotReading(
+        name=slot.name,
+        database=slot.database,
+        active=slot.active,
+        holder=str(slot.holder) if slot.holder else "",
+        wal_status=slot.wal_status,
+        invalidation=slot.invalidation_reason or ("conflicting with recovery" if slot.conflicting else ""),
+        retained=slot.retained_bytes(server.wal_end),
+        behind=max(0, server.wal_end - confirmed) if confirmed else None,
+        safe=slot.safe_wal_size,
+        bound=None if bound == UNBOUNDED else bound,
+        free_disk=disk,
+        inactive_seconds=None if slot.active else slot.inactive_seconds,
+        idle_timeout=float(server.settings.get("idle_replication_slot_timeout", "0")),
+        wal_rate=wal_rate,
+        growth=growth,
+        transaction=_transaction(open_now[0]) if open_now else None,
+    )
+
+
+def _transaction(blocker: Blocker) -> OpenTransaction:
+    return OpenTransaction(str(blocker), blocker.remedy, blocker.seconds, prepared=blocker.pid is None)
+
+
+def _rate(before: int, after: int, seconds: float) -> float:
+    return max(0, after - before) / seconds
+
+
+def _growth(before: _Sample | None, now: _Sample, slot: str) -> float | None:
+    if before is None or slot not in before.behind or slot not in now.behind:
+        return None
+    return (now.behind[slot] - before.behind[slot]) / (now.at - before.at)
