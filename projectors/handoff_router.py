@@ -24,7 +24,8 @@ TARGETS: Final = ("to", "target", "agent")
 _LONGEST_NAME: Final = 255
 
 _STANDING: Final = """
-    SELECT (SELECT j.job_id FROM {jobs} AS j WHERE j.event_seq = %(seq)s),
+    SELECT coalesce((SELECT j.job_id FROM {jobs} AS j WHERE j.event_seq = %(seq)s),
+                    (SELECT p.job_id FROM {namespace}.pruned_jobs AS p WHERE p.event_seq = %(seq)s)),
            -- Whoever emitted it was at work on the newest job of its session that somebody has taken.
            (SELECT j.hops FROM {jobs} AS j
              WHERE j.session_id = %(session)s AND j.fencing_token > 0 AND j.event_seq IS DISTINCT FROM %(seq)s
@@ -47,11 +48,12 @@ _BURY: Final = """
 _LOOK: Final = """
     SELECT current_user::text,
            EXISTS (SELECT FROM pg_catalog.pg_proc AS p WHERE p.proname = 'submit_job' AND p.pronamespace = n.oid)
-           AND to_regclass(%(letters)s) IS NOT NULL
+           AND to_regclass(%(letters)s) IS NOT NULL AND to_regclass(%(pruned)s) IS NOT NULL
       FROM pg_catalog.pg_namespace AS n WHERE n.nspname = %(schema)s"""
 _MAY: Final = """
     SELECT has_table_privilege(%(jobs)s, 'SELECT') AND has_table_privilege(%(letters)s, 'SELECT')
            AND has_table_privilege(%(letters)s, 'INSERT') AND has_table_privilege(%(letters)s, 'UPDATE')
+           AND has_table_privilege(%(pruned)s, 'SELECT')
            AND (SELECT bool_and(has_function_privilege(p.oid, 'EXECUTE'))
                   FROM pg_catalog.pg_proc AS p JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace
                  WHERE p.proname = 'submit_job' AND n.nspname = %(schema)s)"""
@@ -150,7 +152,7 @@ class HandoffRouter(Projector):
         role, there = cur.fetchone() or ("", False)
         if not there:
             raise ConfigError(
-                f"{self.name}: the schema {ctx.settings.namespace!r} has no jobs and dead letters yet",
+                f"{self.name}: the schema {ctx.settings.namespace!r} has not all that a router needs yet",
                 hint="run `walstream migrate` with this release",
             )
         cur.execute(_MAY, values)
@@ -283,7 +285,12 @@ def _places(ctx: Context) -> dict[str, str]:
     """The tables as SQL names them."""
     ledger = ctx.settings.ledger
     namespace = '"' + ctx.settings.namespace.replace('"', '""') + '"'
-    return {"namespace": namespace, "jobs": ledger.beside(ledger.jobs), "letters": f"{namespace}.dead_letters"}
+    return {
+        "namespace": namespace,
+        "jobs": ledger.beside(ledger.jobs),
+        "letters": f"{namespace}.dead_letters",
+        "pruned": f"{namespace}.pruned_jobs",
+    }
 
 
 def _payload(event: Event) -> Mapping[str, Any]:

@@ -150,6 +150,16 @@ def test_a_job_that_waits_for_a_person_still_does_after_another_set_up(ledger: D
     assert ledger.execute("SELECT status FROM agent_jobs") == [("SUBMITTED",)]
 
 
+def test_an_event_whose_job_is_forgotten_has_none_after_another_set_up_either(ledger: Database, slot: str) -> None:
+    ledger.execute("SELECT walstream.submit_job('11111111-1111-1111-1111-111111111111', 'a', 10)")
+    ledger.execute("SELECT walstream.cancel_job(1)")
+    ledger.execute("SELECT walstream.prune_jobs('0', '{CANCELED}')")
+    assert ok("teardown", "--slot", slot, "--yes", "--json", dsn=ledger.dsn).json["kept"] == ["pruned_jobs"]
+    ok("init", "--slot", slot, dsn=ledger.dsn)
+    answer = ledger.execute("SELECT * FROM walstream.submit_job('11111111-1111-1111-1111-111111111111', 'a', 10)")
+    assert answer == [(1, False)]
+
+
 def _checks(ledger: Database, slot: str, name: str) -> list[dict[str, str]]:
     found = call("doctor", "--slot", slot, "--json", dsn=ledger.dsn).json["checks"]
     return [each for each in found if each["check"] == name]

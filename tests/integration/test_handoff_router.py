@@ -128,6 +128,25 @@ def test_a_reset_makes_no_second_job_whatever_became_of_the_first_and_the_rules(
     assert [row[0] for row in world.execute(LETTERS)] == seqs[2:]
 
 
+def test_a_handoff_whose_job_is_forgotten_is_routed_by_nobody_any_more(world: World) -> None:
+    seqs = [emit(world), emit(world, "ghost"), emit(world)]
+    Driver(world, HandoffRouter(agents=("writer",))).run()
+    # The dead letter got its job otherwise.
+    world.execute("SELECT walstream.submit_job(%s, 'writer', %s)", SESSIONS[0], seqs[1])
+    jobs = dict(world.execute("SELECT event_seq, job_id FROM agent_jobs"))
+    for seq in (seqs[0], seqs[2], seqs[1]):
+        take(world, jobs[seq])
+    assert world.execute("SELECT walstream.prune_jobs('0')") == [(3,)]
+    assert [row[3] for row in world.execute(LETTERS)] == [True]
+    driver = Driver(world, HandoffRouter(agents=("stranger",)))
+    driver.run()
+    assert world.execute(JOBS) == []
+    assert [row[0] for row in world.execute(LETTERS)] == [seqs[1]]
+    routed = driver.router.route(world.events()[0], driver.ctx, to="writer")
+    assert routed == Routed(seqs[0], job_id=jobs[seqs[0]])
+    assert ok("handoffs", "dead", "--json", dsn=world.database.dsn).json["dead"] == 0
+
+
 def test_a_reset_by_better_rules_routes_what_was_dead(world: World) -> None:
     seq = emit(world, "ghost")
     Driver(world, HandoffRouter(agents=("writer",))).run()
@@ -490,7 +509,7 @@ def test_an_older_schema_is_named_before_the_first_event(database: Database) -> 
     installed = Installed(database)
     database.execute("DROP TABLE walstream.dead_letters")
     conn = database.connect()
-    with pytest.raises(ConfigError, match="no jobs and dead letters yet") as raised:
+    with pytest.raises(ConfigError, match="has not all that a router needs yet") as raised:
         HandoffRouter().setup(Context("handoff-router", connection=conn, settings=installed.settings))
     assert "walstream migrate" in raised.value.hint
 

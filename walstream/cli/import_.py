@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import psycopg2
@@ -17,10 +15,9 @@ from walstream.ledger.json_lines import BadLine
 
 from . import console
 from .options import Json, takes_settings
+from .progress import counting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from walstream.config import Settings
 
 
@@ -115,7 +112,7 @@ def _append_all(importer: Importer, sources: Sources, checked: Checked, size: in
     at_work: Batch | None = None
     total = None if checked.events is None else checked.events * sources.times
     try:
-        with _progress(total) as advance:
+        with counting("importing", total) as advance:
             for at_work in sources.batches(size):
                 pace.wait(len(at_work.events))
                 importer.append(at_work)
@@ -150,17 +147,3 @@ def _so_far(importer: Importer) -> str:
     if not done.events:
         return "nothing was committed before it"
     return f"{done.events:,} events before it are committed, in transactions: {done.transactions:,}"
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where a person sees it."""
-    if not console.person_reads():
-        yield lambda _events: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console.err(), transient=True) as bar:
-        task = bar.add_task("importing", total=total)
-        yield lambda events: bar.advance(task, events)

@@ -12,6 +12,7 @@ from walstream.errors import ExitCode, JobRefused, LedgerError
 
 from . import console
 from .options import Json, takes_settings
+from .pruning import prune
 from .session import installed
 from .shown import MOST, one_line, shortened
 
@@ -54,6 +55,7 @@ def register(app: typer.Typer) -> None:
     group.command()(show)
     group.command()(retry)
     group.command()(cancel)
+    group.command()(prune)
     app.add_typer(group, name="jobs")
 
 

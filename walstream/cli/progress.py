@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,20 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from walstream.source.facts import Blocker
+
+
+@contextmanager
+def counting(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar for one piece of work; the function that it gives is told how much more is done."""
+    if not console.person_reads():
+        yield lambda _more: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console.err(), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda more: bar.advance(task, more)
 
 
 class FillBar:

@@ -17,7 +17,7 @@ MOST: Final = 1_000_000_000
 
 _LEAST: Final = 20  # characters of a column that is cut off
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
+_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -74,10 +74,9 @@ def moment(text: str, option: str) -> datetime:
     Raises:
         typer.BadParameter: it is none of these.
     """
-    ago = _AGO.fullmatch(text.strip())
     try:
-        if ago:
-            return datetime.now(UTC) - timedelta(seconds=float(ago[1]) * _SECONDS[ago[2]])
+        if _SPAN.fullmatch(text.strip()):
+            return datetime.now(UTC) - span(text, option)
         found = datetime.fromisoformat(text.strip())
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError):
@@ -85,6 +84,21 @@ def moment(text: str, option: str) -> datetime:
             f"{text!r} is no time: write 2026-02-03T04:05:06, with an offset unless it is UTC, or 15m (ago)",
             param_hint=option,
         ) from None
+
+
+def span(text: str, option: str) -> timedelta:
+    """What a person means by ``90d`` or ``1.5 h`` (s, m, h, d).
+
+    Raises:
+        typer.BadParameter: it is no span of time, or longer than Python knows one.
+    """
+    found = _SPAN.fullmatch(text.strip())
+    try:
+        if found:
+            return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    except OverflowError:
+        pass
+    raise typer.BadParameter(f"{text!r} is no span of time: write 90d, or 12h (s, m, h, d)", param_hint=option)
 
 
 def time_of_day(text: str | None) -> str:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
 
-_OF_THE_LEDGER: Final = ("append_keys", "messages", "forks", "approvals")
+_OF_THE_LEDGER: Final = ("append_keys", "messages", "forks", "approvals", "pruned_jobs")
 """Tables in walstream's schema that say what no other place says: events refer to messages, keys keep an append from
-being made twice, and jobs wait for approvals."""
+being made twice, jobs wait for approvals, and events had jobs that are forgotten."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ JOBS_VERSION: Final = 3
 APPROVALS_VERSION: Final = 4
 """What approvals need: their table, and the functions that ask and decide."""
 
+PRUNING_VERSION: Final = 5
+"""What forgetting finished jobs needs, and a router that knows of forgotten ones."""
+
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
 
@@ -123,7 +126,12 @@ def functions_sql(settings: Settings, version: int | None = None) -> str:
 
 def functions_template(version: int | None = None) -> str:
     """The same with ``$namespace``, ``$table`` and the like where names belong."""
-    parts = (("functions.sql", LEDGER_VERSION), ("jobs.sql", JOBS_VERSION), ("approvals.sql", APPROVALS_VERSION))
+    parts = (
+        ("functions.sql", LEDGER_VERSION),
+        ("jobs.sql", JOBS_VERSION),
+        ("approvals.sql", APPROVALS_VERSION),
+        ("pruning.sql", PRUNING_VERSION),
+    )
     return "".join(_template(file) for file, needed in parts if version is None or version >= needed)
 
 

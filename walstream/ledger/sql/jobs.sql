@@ -45,6 +45,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $wals
 DECLARE
     v_session $jobs.session_id%TYPE := submit_job.session_id;
     v_status text;
+    v_pruned bigint;
 BEGIN
     IF submit_job.session_id IS NULL OR coalesce(submit_job.agent_id, '') = '' THEN
         RAISE EXCEPTION 'walstream: a job needs a session and an agent' USING ERRCODE = 'invalid_parameter_value';
@@ -58,17 +59,34 @@ BEGIN
         ON CONFLICT DO NOTHING
     RETURNING j.job_id INTO submit_job.job_id;
     created := FOUND;
-    IF NOT created THEN
+    IF created AND submit_job.event_seq IS NULL THEN
+        RETURN;
+    ELSIF NOT created THEN
         SELECT j.job_id, j.status INTO submit_job.job_id, v_status FROM $jobs AS j
          WHERE j.event_seq = submit_job.event_seq;
-        IF NOT FOUND THEN
-            -- Only who reads by an older snapshot does not see it (REPEATABLE READ): the same transaction again does.
-            RAISE EXCEPTION 'walstream: event % got its job by a transaction that this one does not see',
-                submit_job.event_seq USING ERRCODE = 'serialization_failure';
-        ELSIF v_status = 'CREATED' THEN
-            UPDATE $jobs AS j SET status = 'SUBMITTED', updated_at = clock_timestamp()
-             WHERE j.job_id = submit_job.job_id AND j.status = 'CREATED';
+        IF FOUND THEN
+            IF v_status = 'CREATED' THEN
+                UPDATE $jobs AS j SET status = 'SUBMITTED', updated_at = clock_timestamp()
+                 WHERE j.job_id = submit_job.job_id AND j.status = 'CREATED';
+            END IF;
+            RETURN;
         END IF;
+    END IF;
+    -- Its job may have been pruned, maybe at this very moment: so this is asked last.
+    SELECT p.job_id INTO v_pruned FROM $namespace.pruned_jobs AS p WHERE p.event_seq = submit_job.event_seq;
+    IF FOUND THEN
+        DELETE FROM $jobs AS j WHERE created AND j.job_id = submit_job.job_id;
+        submit_job.job_id := v_pruned;
+        created := false;
+    ELSIF NOT created THEN
+        -- Only who reads by an older snapshot does not see it (REPEATABLE READ): the same transaction again does.
+        RAISE EXCEPTION 'walstream: event % got its job by a transaction that this one does not see',
+            submit_job.event_seq USING ERRCODE = 'serialization_failure';
+    ELSIF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        -- What an older snapshot does not see is in the index all the same, and makes this fail as a serialization.
+        INSERT INTO $namespace.pruned_jobs (event_seq, job_id) VALUES (submit_job.event_seq, submit_job.job_id)
+            ON CONFLICT DO NOTHING;
+        DELETE FROM $namespace.pruned_jobs AS p WHERE p.event_seq = submit_job.event_seq;
     END IF;
 END
 $walstream_body$;
