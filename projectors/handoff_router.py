@@ -16,7 +16,7 @@ from typing import Any, Final
 import psycopg2
 from psycopg2.extensions import cursor as Cursor
 
-from walstream import ConfigError, Context, Event, PayloadError, Projector
+from walstream import ConfigError, Context, Event, Jobs, PayloadError, Projector
 
 TARGETS: Final = ("to", "target", "agent")
 """The members of a payload that may name the next agent. The first of them that is there, and not null, counts."""
@@ -113,6 +113,8 @@ class HandoffRouter(Projector):
     name = "handoff-router"
     transactional = True
     outward = True
+    # A worker's claim waits for the disk, and so for the job that it claims, which was written before it.
+    synchronous_commit = False
     events: Sequence[str] = ("handoff.emitted",)
 
     def __init__(
@@ -192,6 +194,8 @@ class HandoffRouter(Projector):
                     f" it from {_shown(event.agent_id)}"
                 )
             job_id, created = statements.submit(event, _session(payload), agent, hops, _priority(payload))
+            if created:
+                ctx.notify(Jobs(ctx.settings).channel, agent)  # its workers need not wait for their next look
         except Unroutable as error:
             reason = str(error)
             statements.bury(event, reason)

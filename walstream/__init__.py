@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from walstream.audit.trail import AuditTrail as AuditTrail
     from walstream.engine.context import Context as Context
     from walstream.engine.projector import FunctionProjector as FunctionProjector
     from walstream.engine.projector import Projector as Projector
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from walstream.errors import CallSettled as CallSettled
     from walstream.errors import ConfigError as ConfigError
     from walstream.errors import Fenced as Fenced
+    from walstream.errors import GiveUp as GiveUp
     from walstream.errors import JobRefused as JobRefused
     from walstream.errors import LedgerError as LedgerError
     from walstream.errors import PayloadError as PayloadError
@@ -49,14 +51,19 @@ if TYPE_CHECKING:
     from walstream.ledger.recovery import recover as recover
     from walstream.ledger.session_folds import SessionFolds as SessionFolds
     from walstream.stream import Stream as Stream
+    from walstream.worker.claims import ClaimedJob as ClaimedJob
+    from walstream.worker.turn import TurnLedger as TurnLedger
+    from walstream.worker.worker import Worker as Worker
 
 # Loaded when they are first asked for, so that `import walstream` (and the command line) stays quick.
 _HOMES = {
     "Appended": "walstream.ledger.ledger",
+    "AuditTrail": "walstream.audit.trail",
     "Approval": "walstream.ledger.approvals",
     "ApprovalRefused": "walstream.errors",
     "Approvals": "walstream.ledger.approvals",
     "CallSettled": "walstream.errors",
+    "ClaimedJob": "walstream.worker.claims",
     "ConfigError": "walstream.errors",
     "Context": "walstream.engine.context",
     "Draft": "walstream.ledger.ledger",
@@ -67,6 +74,7 @@ _HOMES = {
     "Fold": "walstream.ledger.fold",
     "FoldedSession": "walstream.ledger.folded_session",
     "FunctionProjector": "walstream.engine.projector",
+    "GiveUp": "walstream.errors",
     "Job": "walstream.ledger.jobs",
     "JobRefused": "walstream.errors",
     "Jobs": "walstream.ledger.jobs",
@@ -81,8 +89,10 @@ _HOMES = {
     "SessionFolds": "walstream.ledger.session_folds",
     "Stream": "walstream.stream",
     "Subscription": "walstream.engine.subscribe",
+    "TurnLedger": "walstream.worker.turn",
     "UnknownSession": "walstream.errors",
     "WalstreamError": "walstream.errors",
+    "Worker": "walstream.worker.worker",
     "idempotency_key": "walstream.ledger.idempotency",
     "add_message": "walstream.ledger.fold",
     "apply_event": "walstream.ledger.fold",

@@ -6,6 +6,7 @@ described once. See docs/operations.md for the table.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tomllib
@@ -21,6 +22,8 @@ DEFAULT_FILE: Final = Path("walstream.toml")
 ENV_PREFIX: Final = "WALSTREAM_"
 
 MiB: Final = 1024 * 1024
+
+_NAME_LIMIT: Final = 63  # bytes of a channel's name (NAMEDATALEN - 1)
 
 # libpq takes what stands before a slash for the host, so a password with a slash in it becomes a piece of the host, the
 # port or the database's name; and those are shown in messages.
@@ -217,6 +220,21 @@ def quote(identifier: str) -> str:
     if "\0" in identifier:
         raise ConfigError(f"{identifier!r} cannot be a name in SQL")
     return '"' + identifier.replace('"', '""') + '"'
+
+
+def channel(namespace: str, what: str) -> str:
+    """The channel of NOTIFY on which a stream announces something.
+
+    Args:
+        namespace: schema of walstream's own tables.
+        what: ``commit_order`` for growth of the order, ``jobs`` for jobs that wait.
+    """
+    name = f"{namespace}.{what}"
+    if len(name.encode()) > _NAME_LIMIT:
+        # Names of that length are cut, and two streams would then hear each other.
+        kept = "" if what == "commit_order" else f"{what}."
+        name = f"walstream.{kept}{hashlib.sha256(namespace.encode()).hexdigest()[:32]}"
+    return name
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:

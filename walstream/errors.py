@@ -140,13 +140,18 @@ class ProjectorHalted(WalstreamError):
     exit_code = ExitCode.HALTED
 
 
+class GiveUp(WalstreamError):
+    """Raised *by a worker's handler*: no further attempt at this job is of any use. It fails for good."""
+
+
 class RetryLater(WalstreamError):
-    """Raised *by a projector*: its target is away, the event is fine. Retried without counting as an attempt.
+    """Raised *by a projector or a worker's handler*: its target is away, and the event, or the job, is fine. Retried
+    without counting as an attempt.
 
     Attributes:
-        delay: seconds to wait before the next try, or ``None`` for the projector's own backoff.
+        delay: seconds to wait before the next try, or ``None`` for the projector's, or the worker's, own backoff.
     """
 
-    def __init__(self, message: str = "the projector asked to be retried later", *, delay: float | None = None) -> None:
+    def __init__(self, message: str = "it asked to be tried again later", *, delay: float | None = None) -> None:
         super().__init__(message)
         self.delay = delay

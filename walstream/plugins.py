@@ -1,4 +1,4 @@
-"""Projectors and streams by name: entry points, and ``package.module:attribute``."""
+"""Projectors, streams and workers by name: entry points, and ``package.module:attribute``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from walstream.config import Settings
 from walstream.engine.projector import Projector
@@ -15,6 +15,9 @@ from walstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from walstream.stream import Stream
+    from walstream.worker.worker import Worker
+
+_Kind = TypeVar("_Kind")
 
 GROUP: Final = "walstream.projectors"
 """The entry point group under which a package offers projectors: name = "package.module:Class"."""
@@ -28,9 +31,24 @@ def load_target(target: str) -> Stream:
     """
     from walstream.stream import Stream
 
+    return _load(target, Stream, "stream", "stream = walstream.Stream(…)")
+
+
+def load_worker(target: str) -> Worker:
+    """The same for a worker.
+
+    Raises:
+        ConfigError: as for :func:`load_target`.
+    """
+    from walstream.worker.worker import Worker
+
+    return _load(target, Worker, "worker", 'worker = walstream.Worker(agent="…")')
+
+
+def _load(target: str, kind: type[_Kind], named: str, example: str) -> _Kind:
     module_name, colon, attribute = target.partition(":")
     if not colon or not module_name or not attribute or module_name.startswith("."):
-        raise ConfigError(f"{target!r} names no stream", hint="write package.module:name, e.g. app.agents:stream")
+        raise ConfigError(f"{target!r} names no {named}", hint=f"write package.module:name, e.g. app.agents:{named}")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -45,9 +63,9 @@ def load_target(target: str) -> Stream:
         ) from None
     for part in attribute.split("."):
         found = getattr(found, part, None)
-    if not isinstance(found, Stream):
-        kind = "does not exist" if found is None else f"is a {type(found).__name__}"
-        raise ConfigError(f"{target!r} {kind}; a stream is needed", hint="stream = walstream.Stream(…)")
+    if not isinstance(found, kind):
+        what = "does not exist" if found is None else f"is a {type(found).__name__}"
+        raise ConfigError(f"{target!r} {what}; a {named} is needed", hint=example)
     return found
 
 

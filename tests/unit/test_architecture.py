@@ -31,12 +31,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ledger": (*LEAVES, "protocol", "source.connection"),
     # The guard judges the very facts that `run`, `init` and `doctor` judge: what a slot is, is read in one place.
     "guard": (*LEAVES, "protocol", "source.connection", "source.facts", "source.failures", "source.slots"),
+    "audit": (*LEAVES, "order", "source.connection", "source.failures"),
     "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection", "source.failures"),
-    PUBLIC: (*LEAVES, "engine", "ledger", "stream"),
+    "worker": (
+        *(*LEAVES, "ledger", "order.wake", "source.connection", "source.failures"),
+        *("engine.event_loop", "engine.leadership", "engine.retry"),
+    ),
+    PUBLIC: (*LEAVES, "audit", "engine", "ledger", "stream", "worker"),
     "payloads": ("ledger",),
     "stream": (*LEAVES, "engine", "wiring"),
     "wiring": (*LEAVES, "engine", "source"),
-    "plugins": (*LEAVES, "engine", "stream"),
+    "plugins": (*LEAVES, "engine", "stream", "worker"),
     "__main__": ("cli",),
     "projectors": (PUBLIC,),
     "postgres": LEAVES,
@@ -53,7 +58,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
         "ledger",
         "guard",
         "engine",
+        "audit",
         "wiring",
+        "worker",
         "projectors",
         "postgres",
         "cli",
@@ -63,7 +70,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli", "demo"),
-    "pydantic": ("config", "ledger"),
+    "pydantic": ("config", "ledger", "worker"),
 }
 
 REPLICATION_NAMES = {

@@ -25,6 +25,7 @@ PROMISED: dict[type[WalstreamError], tuple[int, bool]] = {
     errors.ApprovalRefused: (1, False),
     errors.Fenced: (8, False),
     errors.ProjectorHalted: (7, False),
+    errors.GiveUp: (1, False),
     errors.RetryLater: (1, False),
 }
 

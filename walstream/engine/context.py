@@ -60,6 +60,7 @@ class Context:
         self._done: Event | None = None
         self._ledger: Ledger | None = None
         self._answers: Counter[int] = Counter()
+        self._announcements: dict[tuple[str, str], None] = {}
 
     @property
     def connection(self) -> Connection:
@@ -147,6 +148,19 @@ class Context:
             on=connection,
         )
 
+    def notify(self, channel: str, payload: str = "") -> None:
+        """NOTIFY a channel once this delivery has committed; nothing is sent if it fails, or in a rebuild.
+
+        It is a hint: sent from another connection, right after the commit, and lost if the process dies in between.
+        Whoever listens has to look by himself now and then. (A NOTIFY inside of the transaction would take a lock of
+        the whole cluster for as long as the commit takes.)
+
+        Args:
+            payload: less than 8,000 bytes. The same text many times is sent once.
+        """
+        if not self.rebuilding:
+            self._announcements[channel, payload] = None
+
     def done(self, event: Event) -> None:
         """Say that everything up to and including ``event`` is finished. Optional: if the rest of the batch then fails,
         an external projector does not get the finished ones again, and the bad one is found at once.
@@ -157,9 +171,15 @@ class Context:
         """Forget the last delivery (called by the runner)."""
         self._done = None
         self._answers.clear()
+        self._announcements.clear()
         if self._cursor is not None and not self._cursor.closed:
             self._cursor.close()
         self._cursor = None
+
+    @property
+    def announcements(self) -> tuple[tuple[str, str], ...]:
+        """What is to be announced now that the delivery has committed, as (channel, payload)."""
+        return tuple(self._announcements)
 
     @property
     def finished(self) -> Event | None:

@@ -49,6 +49,7 @@ class Delivery:
         environment: for the context.
         abandoned: true once an async projector shall be cancelled.
         rebuilding: for the context.
+        announce: told a channel and a payload after the commit of a delivery that wanted them announced.
         guard: asked about what a transactional projector did, before its transaction commits; may refuse it.
         settings: for the context.
     """
@@ -67,6 +68,7 @@ class Delivery:
         environment: str,
         abandoned: Callable[[], bool],
         rebuilding: bool = False,
+        announce: Callable[[str, str], None] | None = None,
         guard: Callable[[Cursor], None] | None = None,
         settings: Settings | None = None,
     ) -> None:
@@ -81,6 +83,7 @@ class Delivery:
         self._abandoned = abandoned
         self._ticket: Ticket | None = None
         self.name = name_of(options.name, lane)
+        self._announce = announce
         self._guard = guard
         self._context = Context(
             options.name,
@@ -199,6 +202,9 @@ class Delivery:
                 with self._connection.cursor() as cur:
                     step(cur, None)
                     self._connection.commit()
+        if self._announce is not None:
+            for channel, payload in context.announcements:
+                self._announce(channel, payload)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

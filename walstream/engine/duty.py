@@ -85,6 +85,7 @@ class Duty:
                 lane=lane,
                 environment=runner.supply.environment,
                 abandoned=lambda: runner.aborting,
+                announce=runner.supply.announce,
                 settings=runner.supply.settings,
             )
         except BaseException:

@@ -45,6 +45,9 @@ class Projector:
             object is called from several threads at once.
         batch: the most events that :meth:`project` receives at once (a larger transaction is split).
         deadline: seconds that a transactional batch may take before its transaction is ended from outside.
+        synchronous_commit: ``False``: a transactional batch does not wait until its commit is on the disk. A crash of
+            the server may take the last moments back, effect and cursor together, and the events come again. Good where
+            nobody outside of the database acts on what he reads there.
 
     A word in the configuration (``[projectors.NAME]``) overrides the class's.
 
@@ -78,6 +81,7 @@ class Projector:
     lanes: int = 1
     batch: int = 500
     deadline: float = 30.0
+    synchronous_commit: bool = True
 
     def setup(self, ctx: Context) -> Awaitable[None] | None:
         """Called once in each process before the first event, when it is this process's turn; may be ``async``.
@@ -181,6 +185,7 @@ class Options:
     lanes: int
     batch: int
     deadline: float
+    synchronous_commit: bool
 
     @property
     def kind(self) -> str:
@@ -215,6 +220,7 @@ class Options:
             lanes=projector.lanes if word.lanes is None else word.lanes,
             batch=projector.batch if word.batch is None else word.batch,
             deadline=projector.deadline if word.deadline is None else word.deadline,
+            synchronous_commit=bool(projector.synchronous_commit),
         )
         options._check()
         return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import psycopg2
@@ -10,7 +11,7 @@ from walstream.config import Settings
 from walstream.metrics import Metrics
 from walstream.order.buffer import HotBuffer
 from walstream.order.reader import ColdReader
-from walstream.order.wake import Listener
+from walstream.order.wake import Listener, Notifier
 from walstream.source.connection import connect
 
 from .deadline import Watchdog
@@ -44,9 +45,15 @@ class Supply:
             lambda: Listener(lambda: self.connect("wake"), settings.namespace, settings.poll_seconds),
             settings.poll_seconds,
         )
+        self._notifier: Notifier | None = None
+        self._making = threading.Lock()
 
     def stop(self) -> None:
         """End the threads that serve all runners."""
+        with self._making:
+            notifier, self._notifier = self._notifier, None
+        if notifier is not None:
+            notifier.close()
         self._doorbell.stop()
         self.watchdog.stop()
 
@@ -61,6 +68,14 @@ class Supply:
             poll_seconds=settings.poll_seconds,
             max_bytes=settings.chunk_bytes,
         )
+
+    def announce(self, channel: str, payload: str) -> None:
+        """NOTIFY soon, from a connection and a thread of their own; never fails, and costs nothing until then."""
+        with self._making:
+            if self._notifier is None:
+                self._notifier = Notifier(lambda: self.connect("announce"), self.namespace)
+            notifier = self._notifier
+        notifier.notify(channel, payload)
 
     def connect(self, role: str, connect_timeout: int | None = None, **options: str) -> Connection:
         """A pinned connection in autocommit, named after its role.
@@ -84,7 +99,7 @@ class Supply:
         # Should this process be stopped in mid-transaction, the server ends it; an external one's are a few statements.
         patience = options.deadline if options.transactional else settings.lease_seconds
         session = {"idle_in_transaction_session_timeout": str(max(1, round(patience * 1000)))}
-        if not options.transactional:
+        if not (options.transactional and options.synchronous_commit):
             session["synchronous_commit"] = "off"
         made = connect(
             settings.require_dsn(),

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from walstream.config import Settings, load
+from walstream.config import Settings, channel, load
 from walstream.errors import LedgerError
 
 from .adapters import Rows, Statement
+from .fold import FoldEvent
 from .function_calls import call, shown_time, statement, time_of
 
 STATUSES: Final = (
@@ -74,6 +75,20 @@ class Job:
     created_at: datetime | None
     updated_at: datetime | None
     finished_at: datetime | None
+
+
+class Taken(NamedTuple):
+    """What became of a try to take a job.
+
+    Attributes:
+        job: as it was claimed.
+        handoff: its event; ``None`` if it came from none, or the event is no longer in the ledger.
+        refused: why it could not be begun, and was given back; ``None`` if all is well.
+    """
+
+    job: Job
+    handoff: FoldEvent | None
+    refused: str | None
 
 
 class Jobs:
@@ -146,6 +161,35 @@ class Jobs:
         rows = self._call(_CLAIM, values, on, "claim_job", f"agent {agent_id}")
         return _job(rows[0]) if rows else None
 
+    def take(
+        self,
+        agent_id: str,
+        owner: str,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        per_session: bool = True,
+        concurrency: int | None = None,
+        retry_after: float = 1.0,
+        on: Any,
+    ) -> Taken | None:
+        """:meth:`claim`, :meth:`begin`, and the ``handoff.received`` that says so in the session, in one call: what a
+        worker begins with.
+
+        Args:
+            retry_after: seconds until a job comes again that cannot be begun: a partition is missing, for instance. It
+                is given back, and does not keep others waiting.
+        """
+        values = (agent_id, owner, lease_seconds, per_session, concurrency, retry_after)
+        rows = self._call(_TAKE, values, on, "take_job", f"agent {agent_id}")
+        if not rows:
+            return None
+        *job, session, agent, event_type, payload, refused = rows[0]
+        taken = _job(tuple(job))
+        handoff = None
+        if payload is not None and taken.event_seq is not None:
+            handoff = FoldEvent(taken.event_seq, session, agent, event_type, payload.encode())
+        return Taken(taken, handoff, refused)
+
     def begin(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
         """Say that work on a claimed job has begun.
 
@@ -164,9 +208,14 @@ class Jobs:
         ((renewed,),) = self._call(_RENEW, (*lease_of(job, token), lease_seconds), on, "renew_job", name_of(job))
         return bool(renewed)
 
-    def complete(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
-        """Say that the job is done, in the transaction that holds what was done."""
-        self._held("complete_job", job, token, on)
+    def complete(self, job: Job | int, token: int | None = None, *, on: Any) -> str | None:
+        """Say that the job is done, in the transaction that holds what was done.
+
+        Returns:
+            The agent whose turn it is now in the session, for :meth:`wake` after the commit; ``None`` if nobody waits.
+        """
+        ((following,),) = self._call(_COMPLETE, lease_of(job, token), on, "complete_job", name_of(job))
+        return None if following is None else str(following)
 
     def fail(
         self, job: Job | int, error: str, token: int | None = None, *, retry_after: float | None = None, on: Any
@@ -179,9 +228,23 @@ class Jobs:
         ((status,),) = self._call(_FAIL, (*lease_of(job, token), error, retry_after), on, "fail_job", name_of(job))
         return str(status)
 
-    def release(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
-        """Give the job back for another worker, at once and without counting the attempt."""
-        self._held("release_job", job, token, on)
+    def release(
+        self,
+        job: Job | int,
+        token: int | None = None,
+        *,
+        retry_after: float | None = None,
+        error: str | None = None,
+        on: Any,
+    ) -> None:
+        """Give the job back without counting the attempt: for another worker, or because what it needs is away.
+
+        Args:
+            retry_after: seconds until the next try; it may be claimed at once if not given.
+            error: why, for people to read.
+        """
+        values = (*lease_of(job, token), retry_after, error)
+        self._call(_RELEASE, values, on, "release_job", name_of(job))
 
     def await_human(self, job: Job | int, token: int | None = None, *, on: Any) -> None:
         """Leave the job until a person has decided. No lease runs meanwhile."""
@@ -198,6 +261,19 @@ class Jobs:
     def retry(self, job_id: int, *, on: Any) -> None:
         """Submit a job again that failed for good or was canceled."""
         self._moved("retry_job", job_id, on)
+
+    @property
+    def channel(self) -> str:
+        """The channel of NOTIFY on which workers hear that a job waits; what is said there is the agent's name."""
+        return channel(self._settings.namespace, "jobs")
+
+    def wake(self, agent_id: str | None = None, *, on: Any) -> None:
+        """Wake the workers of an agent (of all agents if none is named), who otherwise look about once a second.
+
+        To be called after the transaction that submitted the job has committed, in another one that does nothing else:
+        while it commits, nobody else in the cluster can notify.
+        """
+        self._call(_WAKE, (agent_id,), on, "wake_workers", f"agent {agent_id}")
 
     def get(self, job_id: int, *, on: Any) -> Job:
         """How a job stands.
@@ -276,13 +352,17 @@ _SUBMIT: Final = statement(
     " max_delivery_attempts => ?int4, not_before => ?timestamptz) AS s"
 )
 _CLAIM: Final = statement(f"SELECT {_ROW} FROM $namespace.claim_job(?text, ?text, ?float8, ?bool, ?int4) AS j")
+_TAKE: Final = statement(
+    f"SELECT {_ROW}, t.from_session, t.from_agent, t.event_type, t.payload, t.refused"
+    " FROM $namespace.take_job(?text, ?text, ?float8, ?bool, ?int4, ?float8) AS t, LATERAL (SELECT (t.job).*) AS j"
+)
 _RENEW: Final = statement("SELECT $namespace.renew_job(?int8, ?int8, ?float8)")
 _FAIL: Final = statement("SELECT $namespace.fail_job(?int8, ?int8, ?text, ?float8)")
+_COMPLETE: Final = statement("SELECT $namespace.complete_job(?int8, ?int8)")
+_RELEASE: Final = statement("SELECT $namespace.release_job(?int8, ?int8, ?float8, ?text)")
+_WAKE: Final = statement("SELECT $namespace.wake_workers(?text)")
 _CANCEL: Final = statement("SELECT $namespace.cancel_job(?int8, ?text)")
-_HELD: Final = {
-    name: statement(f"SELECT $namespace.{name}(?int8, ?int8)")
-    for name in ("begin_job", "complete_job", "release_job", "await_human")
-}
+_HELD: Final = {name: statement(f"SELECT $namespace.{name}(?int8, ?int8)") for name in ("begin_job", "await_human")}
 _MOVED: Final = {name: statement(f"SELECT $namespace.{name}(?int8)") for name in ("resume_job", "retry_job")}
 _GET: Final = statement(f"SELECT {_ROW} FROM $jobs AS j WHERE j.job_id = ?int8")
 _FIND: Final = statement(

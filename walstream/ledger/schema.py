@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
-from walstream.config import LedgerTable, Settings, quote
+from walstream.config import LedgerTable, Settings, channel, quote
 from walstream.errors import ConfigError
 
 from .existing import check_existing
@@ -69,7 +69,9 @@ class Migration:
 def names(settings: Settings) -> dict[str, str]:
     """What the names in the SQL files stand for: quoted identifiers, and (``…_name``) the same as string literals."""
     named = {"namespace": quote(settings.namespace), **_tables(settings.ledger)}
-    return {**_columns(settings.ledger), **named, **{f"{name}_name": literal(value) for name, value in named.items()}}
+    texts = {f"{name}_name": literal(value) for name, value in named.items()}
+    texts["jobs_channel_name"] = literal(channel(settings.namespace, "jobs"))
+    return {**_columns(settings.ledger), **named, **texts}
 
 
 def _columns(ledger: LedgerTable) -> dict[str, str]:

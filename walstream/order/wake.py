@@ -8,24 +8,22 @@ own, commits asynchronously, and its failure concerns nobody: readers look by th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import psycopg2
 from psycopg2.extensions import connection as Connection
 
-from walstream.config import quote
+from walstream.config import channel, quote
 from walstream.errors import WalstreamError
 
 _log = logging.getLogger(__name__)
 
-_NAME_LIMIT: Final = 63  # bytes of a channel's name (NAMEDATALEN - 1)
 _GAP: Final = 0.002  # seconds between two notifications: what comes in between needs none of its own
 _RETRY_FIRST: Final = 0.5
 _RETRY_LAST: Final = 30.0
@@ -34,14 +32,12 @@ _LOCK_TIMEOUT: Final = "5s"
 
 def channel_of(namespace: str) -> str:
     """The channel on which growth of this stream's order is announced."""
-    name = f"{namespace}.commit_order"
-    if len(name.encode()) > _NAME_LIMIT:
-        name = f"walstream.{hashlib.sha256(namespace.encode()).hexdigest()[:32]}"
-    return name
+    return channel(namespace, "commit_order")
 
 
 class Notifier:
-    """Tells listeners that the order has grown. Many calls in a short time become one notification.
+    """Tells listeners that the order has grown, or what else there is to tell. What is announced many times in a short
+    time becomes one notification.
 
     Args:
         connect: makes a connection (in autocommit) whenever one is needed.
@@ -52,16 +48,21 @@ class Notifier:
         self._connect = connect
         self._channel = channel_of(namespace)
         self._changed = threading.Condition()
-        self._due = False
+        self._due: dict[tuple[str, str], None] = {}
         self._closed = False
         self._connection: Connection | None = None
         self._thread = threading.Thread(target=self._run, name="walstream-notify", daemon=True)
         self._thread.start()
 
-    def notify(self) -> None:
-        """Announce growth soon. Returns at once, never fails, may be called from any thread."""
+    def notify(self, channel: str | None = None, payload: str = "") -> None:
+        """Announce something soon. Returns at once, never fails, may be called from any thread.
+
+        Args:
+            channel: on which one; that of the order's growth if not given.
+            payload: what is said, less than 8,000 bytes; who listens may wait for this alone.
+        """
         with self._changed:
-            self._due = True
+            self._due[channel or self._channel, payload] = None
             self._changed.notify()
 
     def close(self, timeout: float = 2.0) -> None:
@@ -82,15 +83,15 @@ class Notifier:
                 self._changed.wait_for(lambda: self._due or self._closed)
                 if self._closed:
                     break
-                self._due = False
+                due, self._due = self._due, {}
             try:
-                self._send()
+                self._send(due)
             except Exception as error:  # whatever it is, ingest must not notice
                 if pause == _RETRY_FIRST:
                     _log.warning("readers in other processes are not woken, they poll: %s", error)
                 self._drop()
                 with self._changed:
-                    self._due = True
+                    self._due = due | self._due
                     self._changed.wait_for(lambda: self._closed, pause)
                 pause = min(pause * 2, _RETRY_LAST)
             else:
@@ -99,7 +100,7 @@ class Notifier:
                     self._changed.wait_for(lambda: self._closed, _GAP)
         self._drop()
 
-    def _send(self) -> None:
+    def _send(self, due: Collection[tuple[str, str]]) -> None:
         if self._connection is None:
             made = self._connect()
             self._connection = made
@@ -109,7 +110,10 @@ class Notifier:
                     (_LOCK_TIMEOUT,),
                 )
         with self._connection.cursor() as cursor:
-            cursor.execute("SELECT pg_notify(%s, '')", (self._channel,))
+            cursor.execute(
+                "SELECT pg_notify(d.channel, d.payload) FROM unnest(%s::text[], %s::text[]) AS d (channel, payload)",
+                ([channel for channel, _ in due], [payload for _, payload in due]),
+            )
 
     def _drop(self) -> None:
         if self._connection is not None:
@@ -119,7 +123,7 @@ class Notifier:
 
 
 class Listener:
-    """Waits until the order may have grown.
+    """Waits until the order may have grown, or whatever else is announced on a channel.
 
     Where LISTEN cannot be had (a pooler that shares sessions, a standby) it only waits: the poll is the net that
     catches everything, notifications only make it quicker.
@@ -128,11 +132,22 @@ class Listener:
         connect: makes a connection (in autocommit) whenever one is needed; it is used for nothing else.
         namespace: schema of walstream's tables.
         poll_seconds: no wait is longer than this.
+        channel: another one than that of the order's growth.
+        payloads: what else is said there is not heard; everything is if not given.
     """
 
-    def __init__(self, connect: Callable[[], Connection], namespace: str, poll_seconds: float) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        namespace: str,
+        poll_seconds: float,
+        *,
+        channel: str | None = None,
+        payloads: Collection[str] | None = None,
+    ) -> None:
         self._connect = connect
-        self._channel = channel_of(namespace)
+        self._channel = channel or channel_of(namespace)
+        self._payloads = payloads
         self._poll_seconds = poll_seconds
         self._connection: Connection | None = None
         self._retry_at = 0.0
@@ -209,10 +224,9 @@ class Listener:
         except psycopg2.Error as error:
             self._failed(error)
             return True  # what grew since the last notification was perhaps not announced
-        if not self._connection.notifies:
-            return False
+        heard = any(self._payloads is None or each.payload in self._payloads for each in self._connection.notifies)
         self._connection.notifies.clear()
-        return True
+        return heard
 
     def _failed(self, error: Exception) -> None:
         if self._pause == _RETRY_FIRST:

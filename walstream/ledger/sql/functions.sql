@@ -17,15 +17,20 @@ DECLARE
     current CONSTANT text := current_setting('synchronous_commit');
     before CONSTANT text := coalesce(current_setting('walstream.durability_before', true), '');
     actual bigint;
+    standing text;
 BEGIN
     IF job IS NOT NULL OR token IS NOT NULL THEN
         -- FOR SHARE: nobody can claim the job anew before this transaction has ended.
-        SELECT j.fencing_token INTO actual FROM $jobs AS j WHERE j.job_id = job FOR SHARE;
+        SELECT j.fencing_token, j.status INTO actual, standing FROM $jobs AS j WHERE j.job_id = job FOR SHARE;
         IF NOT FOUND THEN
             RAISE EXCEPTION 'walstream: there is no job %', coalesce(job::text, 'NULL') USING ERRCODE = 'WS002';
         ELSIF actual IS DISTINCT FROM token THEN
             RAISE EXCEPTION 'walstream: the fencing token % of job % is stale, its token is % now: another worker has it',
                 coalesce(token::text, 'NULL'), job, actual USING ERRCODE = 'WS001';
+        ELSIF standing NOT IN ('DELIVERED', 'IN_PROGRESS') THEN
+            -- Given back, left to a person or finished: the token is the last one still, but nobody has the job.
+            RAISE EXCEPTION 'walstream: job % is %, and the fencing token % is good for nothing any more', job, standing,
+                token USING ERRCODE = 'WS001';
         END IF;
     END IF;
     -- synchronous_commit is the transaction's: of several appends in it the most demanding one decides, and one that

@@ -172,6 +172,10 @@ BEGIN
         RAISE EXCEPTION 'walstream: jobs are claimed under READ COMMITTED, and this transaction is %',
             upper(current_setting('transaction_isolation')) USING ERRCODE = 'invalid_transaction_state';
     END IF;
+    IF current_setting('synchronous_commit') = 'off' THEN
+        -- A token that a crash takes back would be given out again, and two workers would have the same.
+        PERFORM set_config('synchronous_commit', 'local', true);
+    END IF;
     IF concurrency IS NOT NULL THEN
         -- One at a time counts and claims.
         PERFORM pg_advisory_xact_lock(hashtextextended(claim_job.agent_id, hashtextextended($jobs_name || ' agent', 0)));
@@ -242,8 +246,11 @@ BEGIN
                SET status = 'DELIVERED', fencing_token = j.fencing_token + 1, attempts = j.attempts + 1,
                    lease_owner = claim_job.owner, next_try = NULL, updated_at = v_now,
                    lease_expires_at = clock_timestamp() + make_interval(secs => lease_seconds)
-             WHERE j.job_id = v_job.job_id;
-            v_claimed := $namespace.hold_job(v_job.job_id, NULL, true);
+             WHERE j.job_id = v_job.job_id
+            RETURNING j.job_id, j.session_id, j.agent_id, j.event_seq, j.status, j.priority, j.attempts,
+                      j.max_delivery_attempts, j.next_try, j.hops, j.error, j.lease_owner, j.lease_expires_at,
+                      j.fencing_token, j.created_at, j.updated_at, j.finished_at
+                 INTO v_claimed;
             RETURN NEXT v_claimed;
             RETURN;
         END LOOP;
@@ -264,6 +271,62 @@ BEGIN
 END
 $walstream_body$;
 
+-- What a worker begins with, in one call: claim_job, begin_job, and the event that says so in the job's session, one for
+-- each handoff, however often it is tried. What is wrong with a job, or with the ledger, keeps nobody else waiting: the
+-- job is given back, for so many seconds, and no attempt is counted. It comes as a row that says why under "refused".
+CREATE OR REPLACE FUNCTION $namespace.take_job(
+    agent_id text, owner text, lease_seconds double precision DEFAULT 60, per_session boolean DEFAULT true,
+    concurrency integer DEFAULT NULL, retry_after double precision DEFAULT 1
+) RETURNS TABLE (
+    job $namespace.job, from_session text, from_agent text, event_type text, payload text, refused text
+)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_payload jsonb;
+BEGIN
+    SELECT c.* INTO take_job.job FROM $namespace.claim_job(
+        take_job.agent_id, take_job.owner, take_job.lease_seconds, take_job.per_session, take_job.concurrency
+    ) AS c;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    BEGIN
+        PERFORM $namespace.begin_job(job.job_id, job.fencing_token);
+        job.status := 'IN_PROGRESS';
+        IF job.event_seq IS NOT NULL THEN
+            SELECT e.$session_id::text, e.$agent_id::text, e.$event_type::text, e.$payload::text
+              INTO from_session, from_agent, take_job.event_type, payload
+              FROM $table AS e WHERE e.$seq = job.event_seq;
+        END IF;
+        IF payload IS NOT NULL THEN
+            BEGIN
+                v_payload := payload;
+            EXCEPTION WHEN OTHERS THEN
+                v_payload := NULL;   -- a json that no jsonb can hold: the event then says nothing of what it has to say
+            END;
+            PERFORM $namespace.append(
+                job.session_id, job.agent_id, 'handoff.received',
+                jsonb_build_object(
+                    'handoff', job.event_seq, 'job_id', job.job_id, 'from', from_agent,
+                    -- What it has to say: its message, else all that neither the router nor the queue reads.
+                    'message', CASE WHEN jsonb_typeof(v_payload) <> 'object' THEN v_payload
+                                    WHEN v_payload ? 'message' THEN v_payload -> 'message'
+                                    ELSE v_payload - '{to, target, agent, session_id, hops, priority}'::text[] END
+                ),
+                'handoff.received:' || job.event_seq, job.job_id, job.fencing_token
+            );
+        END IF;
+    EXCEPTION WHEN OTHERS THEN
+        refused := SQLERRM;
+    END;
+    IF refused IS NOT NULL THEN
+        PERFORM $namespace.release_job(job.job_id, job.fencing_token, retry_after, refused);
+    END IF;
+    RETURN NEXT;
+END
+$walstream_body$;
+
 -- The worker is alive. False, and nothing is changed, if it has the lease no longer: it should stop.
 CREATE OR REPLACE FUNCTION $namespace.renew_job(job_id bigint, token bigint, lease_seconds double precision DEFAULT 60)
 RETURNS boolean
@@ -279,18 +342,33 @@ BEGIN
 END
 $walstream_body$;
 
--- Done. To be called last in the transaction that holds what was done.
-CREATE OR REPLACE FUNCTION $namespace.complete_job(job_id bigint, token bigint) RETURNS void
+-- Done. To be called last in the transaction that holds what was done. Answers with the agent whose turn it is now in
+-- the session, if somebody waits there: after the commit its workers may be woken.
+DO $walstream_body$
+BEGIN
+    IF to_regprocedure($namespace_name || '.complete_job(bigint, bigint)')::regproc IN (
+        SELECT p.oid FROM pg_catalog.pg_proc AS p WHERE p.prorettype = 'void'::regtype
+    ) THEN
+        DROP FUNCTION $namespace.complete_job(bigint, bigint);   -- as the release before had it
+    END IF;
+END
+$walstream_body$;
+CREATE OR REPLACE FUNCTION $namespace.complete_job(job_id bigint, token bigint) RETURNS text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
 #variable_conflict use_variable
 DECLARE
     v_job CONSTANT $namespace.job := $namespace.hold_job(complete_job.job_id, token, false);
+    v_session CONSTANT $jobs.session_id%TYPE := v_job.session_id;
 BEGIN
     PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'COMPLETED', 'complete_job');
     UPDATE $jobs AS j
        SET status = 'COMPLETED', lease_owner = NULL, lease_expires_at = NULL, error = NULL,
            finished_at = clock_timestamp(), updated_at = clock_timestamp()
      WHERE j.job_id = v_job.job_id;
+    RETURN (
+        SELECT j.agent_id FROM $jobs AS j
+         WHERE j.session_id = v_session AND j.status = 'SUBMITTED' ORDER BY j.created_at, j.job_id LIMIT 1
+    );
 END
 $walstream_body$;
 
@@ -315,8 +393,12 @@ BEGIN
 END
 $walstream_body$;
 
--- The worker stops, and nothing was wrong with the job: somebody else may have it at once, and no attempt is counted.
-CREATE OR REPLACE FUNCTION $namespace.release_job(job_id bigint, token bigint) RETURNS void
+-- Nothing was wrong with the job, and no attempt is counted: the worker stops, and somebody else may have it at once; or
+-- what it needs is away, and it is tried again after so many seconds.
+DROP FUNCTION IF EXISTS $namespace.release_job(bigint, bigint);   -- as the release before had it
+CREATE OR REPLACE FUNCTION $namespace.release_job(
+    job_id bigint, token bigint, retry_after double precision DEFAULT NULL, error text DEFAULT NULL
+) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
 #variable_conflict use_variable
 DECLARE
@@ -324,8 +406,11 @@ DECLARE
 BEGIN
     PERFORM $namespace.check_transition(v_job.job_id, v_job.status, 'SUBMITTED', 'release_job');
     UPDATE $jobs AS j
-       SET status = 'SUBMITTED', lease_owner = NULL, lease_expires_at = NULL, next_try = NULL,
-           attempts = greatest(j.attempts - 1, 0), updated_at = clock_timestamp()
+       SET status = 'SUBMITTED', lease_owner = NULL, lease_expires_at = NULL,
+           next_try = CASE WHEN retry_after IS NOT NULL
+                           THEN clock_timestamp() + make_interval(secs => greatest(retry_after, 0)) END,
+           error = coalesce(release_job.error, j.error), attempts = greatest(j.attempts - 1, 0),
+           updated_at = clock_timestamp()
      WHERE j.job_id = v_job.job_id;
 END
 $walstream_body$;
@@ -387,13 +472,22 @@ BEGIN
 END
 $walstream_body$;
 
+-- Wakes the workers of an agent that wait for a job, or of all agents if none is named. To be called in a transaction of
+-- its own, after the one that submitted, resumed or finished the job has committed: a NOTIFY takes a lock of the whole
+-- cluster for as long as its transaction takes to commit. Workers look by themselves now and then, woken or not.
+CREATE OR REPLACE FUNCTION $namespace.wake_workers(agent_id text DEFAULT NULL) RETURNS void
+LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+    SELECT pg_notify($jobs_channel_name, left(coalesce(agent_id, ''), 1000))
+$walstream_body$;
+
 -- Nobody may move a job until it is granted (`walstream init --worker ROLE`).
 REVOKE ALL ON FUNCTION $namespace.check_job_status(), $namespace.hold_job(bigint, bigint, boolean),
     $namespace.check_transition(bigint, text, text, text),
     $namespace.session_is_busy(text, bigint, timestamptz, boolean, timestamptz) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.submit_job(text, text, bigint, integer, integer, integer, timestamptz),
-    $namespace.claim_job(text, text, double precision, boolean, integer), $namespace.begin_job(bigint, bigint),
+    $namespace.claim_job(text, text, double precision, boolean, integer),
+    $namespace.take_job(text, text, double precision, boolean, integer, double precision), $namespace.begin_job(bigint, bigint),
     $namespace.renew_job(bigint, bigint, double precision), $namespace.complete_job(bigint, bigint),
-    $namespace.fail_job(bigint, bigint, text, double precision), $namespace.release_job(bigint, bigint),
+    $namespace.fail_job(bigint, bigint, text, double precision), $namespace.release_job(bigint, bigint, double precision, text),
     $namespace.await_human(bigint, bigint), $namespace.resume_job(bigint), $namespace.cancel_job(bigint, text),
-    $namespace.retry_job(bigint) FROM PUBLIC;
+    $namespace.retry_job(bigint), $namespace.wake_workers(text) FROM PUBLIC;
