@@ -2,6 +2,9 @@
 
 from walstream.ledger.taxonomy import (
     TAXONOMY,
+    ApprovalGranted,
+    ApprovalRejected,
+    ApprovalRequested,
     ContextLoaded,
     HandoffEmitted,
     HandoffReceived,
@@ -19,6 +22,9 @@ from walstream.ledger.taxonomy import (
 
 __all__ = [
     "TAXONOMY",
+    "ApprovalGranted",
+    "ApprovalRejected",
+    "ApprovalRequested",
     "ContextLoaded",
     "HandoffEmitted",
     "HandoffReceived",

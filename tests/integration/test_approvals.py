@@ -33,6 +33,7 @@ from walstream import (
     Jobs,
     LedgerError,
     PayloadError,
+    rebuild_context,
 )
 from walstream.cli import approvals as commands
 from walstream.config import Settings
@@ -120,7 +121,8 @@ def test_the_life_of_a_request(desk: Desk) -> None:
 
 
 def test_what_was_granted_as_it_stood_is_the_action(desk: Desk) -> None:
-    for action in (EXACT, 0, "", [], False):
+    actions: tuple[Any, ...] = (EXACT, 0, "", [], False)
+    for action in actions:
         request = desk.ask(action)
         desk.approvals.approve(request, by="alice", on=desk.on)
         assert desk.get(request).approved_action == action
@@ -266,6 +268,17 @@ def test_the_code_of_the_documentation_works(desk: Desk) -> None:
     assert desk.jobs.get(number, on=desk.on).status == "COMPLETED"
     events = desk.database.execute("SELECT event_type FROM agent_events ORDER BY seq")
     assert events == [("approval.requested",), ("approval.granted",), ("task.completed",)]
+
+
+def test_the_decision_stands_in_the_context(desk: Desk) -> None:
+    request = desk.ask(EXACT, deadline=datetime(2100, 1, 1, tzinfo=UTC))
+    job_id = desk.get(request).job_id
+    asked = {"action": EXACT, "job_id": job_id, "deadline": "2100-01-01T00:00:00.000000Z"}
+    context = rebuild_context(desk.on, A, settings=desk.settings)
+    assert context["approvals"] == {str(request): {"status": "requested", **asked}}
+    desk.approvals.approve(request, by="alice", edit=EXACT, on=desk.on)
+    context = rebuild_context(desk.on, A, settings=desk.settings)
+    assert context["approvals"] == {str(request): {"status": "granted", **asked, "by": "alice", "edit": EXACT}}
 
 
 # -- who may -------------------------------------------------------------------------------------------------

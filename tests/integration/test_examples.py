@@ -246,7 +246,7 @@ def test_own_event_type(start: type[Program]) -> None:
         "assistant: ['search']",
         "tool: [no result was recorded for this call]",
         "user: Never mind, run all of them.",
-        "notes: ['there are 12 test files'], fold version: 1+note.added=2+user.said=1",
+        "notes: ['there are 12 test files'], fold version: 2+note.added=2+user.said=1",
     ):
         assert program.wait_for("") == f"{line}\n"
     assert program.end() == 0

@@ -344,6 +344,10 @@ def test_context_for_a_person(database: Database, write: Writer) -> None:
     assert "in flight: search, call c2, attempt 1" in shown
     assert "handed over:" in shown
     assert "line 49" in ok("context", write.session, "--full", dsn=database.dsn).stdout
+    asked = write("approval.requested", action={"tool": "pay"})
+    assert f'approval {asked} requested: {{"tool":"pay"}}' in ok("context", write.session, dsn=database.dsn).stdout
+    write("approval.granted", request=asked, by="alice")
+    assert f"approval {asked} granted:" in ok("context", write.session, dsn=database.dsn).stdout
     write("task.failed", error="x")
     assert "failed at seq" in ok("context", write.session, dsn=database.dsn).stdout
 

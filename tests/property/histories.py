@@ -97,6 +97,9 @@ sensible = st.one_of(
     _of("tool.abandoned", _with(call_id=call_ids, reason=st.none() | texts)),
     _of("handoff.emitted", json_values),
     _of("handoff.received", json_values),
+    _of("approval.requested", _with(action=json_values, reason=texts)),
+    _of("approval.granted", _with(request=st.integers(1, 8).map(lambda n: 7 * n), edit=json_values)),
+    _of("approval.rejected", _with(request=st.integers(1, 8).map(lambda n: 7 * n))),
     _of("task.completed", json_values),
     _of("task.failed", json_values),
     _of("somebody.elses", json_values),
@@ -110,6 +113,9 @@ TYPES = (
     "tool.retried",
     "tool.observed",
     "tool.abandoned",
+    "approval.requested",
+    "approval.granted",
+    "approval.rejected",
 )
 nonsense = st.tuples(
     st.sampled_from(TYPES),
@@ -118,6 +124,7 @@ nonsense = st.tuples(
     | _with(message=json_values)
     | _with(response=json_values)
     | _with(choices=json_values)
+    | _with(request=json_values)
     | _with(messages=scalars | texts | st.just({})),
 )
 

@@ -248,6 +248,30 @@ def test_handoffs_and_outcome() -> None:
     assert context_of(("task.completed", {}))["outcome"]["status"] == "completed"
 
 
+def test_approvals() -> None:
+    asked = ("approval.requested", {"job_id": 7, "action": {"pay": 5}, "deadline": "2100-01-01", "reason": "dear"})
+    entry = {"job_id": 7, "action": {"pay": 5}, "deadline": "2100-01-01", "request_reason": "dear"}
+    assert context_of(asked)["approvals"] == {"1": {"status": "requested", **entry}}
+    granted = ("approval.granted", {"request": 1, "job_id": 7, "by": "alice", "edit": {"pay": 4}, "reason": "less"})
+    context = context_of(asked, granted)
+    said = {"by": "alice", "edit": {"pay": 4}, "reason": "less"}
+    assert context["approvals"] == {"1": {"status": "granted", **entry, **said}}
+    rejected = ("approval.rejected", {"request": 1, "job_id": 7, "by": "deadline"})
+    assert context_of(asked, rejected)["approvals"] == {"1": {"status": "rejected", **entry, "by": "deadline"}}
+    assert "approvals" not in context_of(("task.completed", {}))  # whose digest is what it was
+
+
+def test_a_decision_counts_once_and_for_its_own_request() -> None:
+    asked = ("approval.requested", {"action": "x"})
+    granted, rejected = (f"approval.{word}" for word in ("granted", "rejected"))
+    context = context_of(asked, (granted, {"request": 2}), (granted, {"request": 1}), (rejected, {"request": 1}))
+    assert context["approvals"] == {"1": {"status": "granted", "action": "x"}}
+    assert whys(context) == [(2, "no such request is open"), (4, "the request was decided already")]
+    for request in (True, 1.0, "1", None):
+        assert context_of(asked, (granted, {"request": request}))["approvals"]["1"]["status"] == "requested"
+    assert whys(context_of(("approval.requested", {"action": None}))) == [(1, "it names no action")]
+
+
 @pytest.mark.parametrize("event_type", BUILTIN.event_types)
 @pytest.mark.parametrize("payload", [None, 7, "x", [], {}, {"call_id": 7}, {"messages": 7}, {"message": []}])
 def test_nonsense_never_ends_a_rebuild(event_type: str, payload: Any) -> None:
@@ -347,7 +371,7 @@ def test_an_own_event_type() -> None:
     steps = [responded("a"), ("user.said", {"text": "stop"}), observed("a")]
     assert shape(context_of(*steps, fold=fold)) == ["assistant(a)", f"a={NO_RESULT}", "user"]
     assert shape(context_of(*steps)) == ["assistant(a)", "a=found"]
-    assert (fold.version, BUILTIN.version) == ("1+user.said=3", "1")
+    assert (fold.version, BUILTIN.version) == ("2+user.said=3", "2")
     assert fold.event_types == tuple(sorted([*BUILTIN.event_types, "user.said"]))
 
 
@@ -359,7 +383,7 @@ def test_an_own_function_replaces_ours_and_the_version_says_so() -> None:
         context["outcome"] = event.event_type
 
     assert context_of(("task.failed", {}), fold=fold)["outcome"] == "task.failed"
-    assert fold.version == "1+task.completed=1+task.failed=1"
+    assert fold.version == "2+task.completed=1+task.failed=1"
 
 
 def test_registrations_that_make_no_sense() -> None:

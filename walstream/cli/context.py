@@ -211,6 +211,12 @@ def _standing(made: Context) -> Iterator[tuple[str, str]]:
         handoffs = made.get(key)
         for handoff in handoffs if isinstance(handoffs, list) else ():
             yield f"{word}: {shortened(_words(handoff), _ARGUMENTS)}", ""
+    approvals = made.get("approvals")
+    for request, approval in approvals.items() if isinstance(approvals, dict) else ():
+        if isinstance(approval, dict):
+            words = shortened(_words(approval.get("action")), _ARGUMENTS)
+            status = one_line(str(approval.get("status")))
+            yield f"approval {request} {status}: {words}", "yellow" if status == "requested" else ""
     aside = made.get("set_aside")
     if isinstance(aside, dict):
         yield f"{aside.get('count')} events have no place in the messages; --json names the last ones", "yellow"

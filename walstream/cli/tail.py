@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PATIENCE: Final = 0.5  # seconds between two looks at whether anybody still reads what we print
 
 # Colour by the first word of the event type; the rest of the taxonomy's names follow the same pattern.
-_COLOURS: Final = {"context": 34, "model": 36, "tool": 33, "handoff": 35, "task": 32}
+_COLOURS: Final = {"context": 34, "model": 36, "tool": 33, "handoff": 35, "approval": 31, "task": 32}
 
 
 def register(app: typer.Typer) -> None:

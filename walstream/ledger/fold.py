@@ -25,7 +25,7 @@ from .taxonomy_folds import TAXONOMY, empty_context
 if TYPE_CHECKING:
     from walstream.config import Settings
 
-BUILTIN_VERSION: Final = 1
+BUILTIN_VERSION: Final = 2
 """Raised whenever one of our own folds gives another context than before: older snapshots are then not used."""
 
 _UNPARSED: Final = object()
@@ -114,7 +114,7 @@ class Fold:
 
     @property
     def version(self) -> str:
-        """Recorded in every snapshot; one of another version is not used. ``1`` is ours alone; ``1+note.added=2`` has a
+        """Recorded in every snapshot; one of another version is not used. ``2`` is ours alone; ``2+note.added=2`` has a
         type of an application in its second version."""
         return "+".join([str(BUILTIN_VERSION), *(f"{name}={self._versions[name]}" for name in sorted(self._versions))])
 

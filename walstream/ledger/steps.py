@@ -19,6 +19,7 @@ from .taxonomy_folds import assistant_message
 # Of a request and a response, what is another one each time even if nothing else is.
 _INCIDENTAL: Final = frozenset({"prompt_hash", "request_id", "id", "usage", "created", "system_fingerprint", "tokens"})
 _SAID: Final = ("finish_reason", "stop_reason")
+_OF_THIS_RUN: Final = frozenset({"request", "job_id", "deadline", "by"})  # of what approvals say
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Step:
         calls: its tool calls, in the order in which the model asked for them.
         handoffs: those emitted and received, in order.
         outcome: how the task ended, if it did here.
-        others: events of other types, as (type, payload).
+        others: approvals, and events of other types, as (type, payload).
     """
 
     seqs: list[int] = field(default_factory=list)
@@ -160,6 +161,9 @@ class _Divider:
             self._tool(kind, payload)
         elif kind in ("handoff.emitted", "handoff.received"):
             step.handoffs.append({"type": kind, "payload": payload})
+        elif kind.startswith("approval.") and isinstance(payload, dict):
+            said = {key: value for key, value in payload.items() if key not in _OF_THIS_RUN}
+            step.others.append({"type": kind, "payload": said})
         elif kind in ("task.completed", "task.failed"):
             step.outcome = {"status": kind.partition(".")[2], "payload": payload}
         else:

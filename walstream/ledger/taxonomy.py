@@ -103,6 +103,34 @@ class HandoffReceived(Payload):
     message: Any = None
 
 
+class ApprovalRequested(Payload):
+    """``approval.requested``: a person is to decide whether the action may be done. ``request_approval`` appends it."""
+
+    action: Any
+    job_id: StrictInt | None = None
+    deadline: str | None = None
+    reason: str | None = None
+
+
+class ApprovalGranted(Payload):
+    """``approval.granted``: it may be done, or, if there is an ``edit``, that. ``decide_approval`` appends it."""
+
+    request: StrictInt
+    job_id: StrictInt | None = None
+    by: str | None = None
+    edit: Any = None
+    reason: str | None = None
+
+
+class ApprovalRejected(Payload):
+    """``approval.rejected``: it may not be done. ``decide_approval`` appends it, or ``expire_approvals``."""
+
+    request: StrictInt
+    job_id: StrictInt | None = None
+    by: str | None = None
+    reason: str | None = None
+
+
 class TaskCompleted(Payload):
     """``task.completed``: the session's task is done."""
 
@@ -133,6 +161,9 @@ TAXONOMY: Final[Mapping[str, type[BaseModel]]] = MappingProxyType(
         "tool.abandoned": ToolAbandoned,
         "handoff.emitted": HandoffEmitted,
         "handoff.received": HandoffReceived,
+        "approval.requested": ApprovalRequested,
+        "approval.granted": ApprovalGranted,
+        "approval.rejected": ApprovalRejected,
         "task.completed": TaskCompleted,
         "task.failed": TaskFailed,
         "session.forked": SessionForked,

@@ -134,6 +134,30 @@ def handoff_received(context: Context, event: Foldable) -> None:
     context.setdefault("handoffs_received", []).append(event.payload)
 
 
+def approval_requested(context: Context, event: Foldable) -> None:
+    payload = event.payload
+    if not isinstance(payload, dict) or payload.get("action") is None:
+        set_aside(context, event.seq, event.event_type, "it names no action", payload)
+        return
+    asked = {key: payload[key] for key in ("action", "job_id", "deadline") if key in payload}
+    if "reason" in payload:
+        asked["request_reason"] = payload["reason"]
+    context.setdefault("approvals", {})[str(event.seq)] = {"status": "requested", **asked}
+
+
+def approval_decided(context: Context, event: Foldable) -> None:
+    payload = event.payload
+    request = payload.get("request") if isinstance(payload, dict) else None
+    approval = context.get("approvals", {}).get(str(request)) if type(request) is int else None
+    if approval is None or approval["status"] != "requested":
+        why = "no such request is open" if approval is None else "the request was decided already"
+        set_aside(context, event.seq, event.event_type, why, payload)
+        return
+    said = {key: payload[key] for key in ("by", "edit", "reason") if key in payload}
+    status = event.event_type.removeprefix("approval.")
+    context["approvals"][str(request)] = {**approval, "status": status, **said}
+
+
 def task_completed(context: Context, event: Foldable) -> None:
     context["outcome"] = {"status": "completed", "seq": event.seq, "payload": event.payload}
 
@@ -195,6 +219,9 @@ TAXONOMY = {
     "tool.abandoned": tool_abandoned,
     "handoff.emitted": handoff_emitted,
     "handoff.received": handoff_received,
+    "approval.requested": approval_requested,
+    "approval.granted": approval_decided,
+    "approval.rejected": approval_decided,
     "task.completed": task_completed,
     "task.failed": task_failed,
     "session.forked": session_forked,
