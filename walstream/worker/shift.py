@@ -148,19 +148,21 @@ class Shift:
     def _give_back(self) -> None:
         """Give the jobs of turns that did not end in time to whoever comes next."""
         held = self._leases.held()
-        for lease in held:
-            lease.lose("the worker stops")
         log.warning(
             "%d turns did not end within %g s; their jobs are given back", len(held), self._settings.drain_seconds
         )
         try:
             with contextlib.closing(connect_plainly(self._settings, "stop", lock_timeout="2s")) as conn:
                 for lease in held:
+                    # Before the turn is told: what it still writes after that is refused.
                     with contextlib.suppress(Fenced, JobRefused, LedgerError):  # it has just ended after all
                         self._jobs.release(lease.job, on=conn)
+                    lease.lose("the worker stops")
                 self._jobs.wake(self._options.agent, on=conn)
         except (WalstreamError, psycopg2.Error) as error:
             log.warning("they wait until their leases run out: %s", classify(error, doing="giving jobs back"))
+        for lease in held:
+            lease.lose("the worker stops")
 
 
 def connect_plainly(settings: Settings, role: str, **options: str) -> Connection:
