@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import select
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -392,6 +393,20 @@ def test_listed_shown_and_decided(desk: Desk) -> None:
     desk.jobs.cancel(desk.get(stale).job_id, on=desk.on)
     assert "status           stale" in ok("approvals", "show", str(stale), dsn=dsn).stdout
     assert call("approvals", "approve", str(stale), dsn=dsn).exit_code == 1
+
+
+def test_a_decision_wakes_the_workers_of_the_agent(desk: Desk) -> None:
+    with desk.on.cursor() as cur:
+        cur.execute(f'LISTEN "{desk.jobs.channel}"')
+    for words in (["approve"], ["reject"], ["edit", "--json-edit", "{}"]):
+        request = desk.ask(agent="buyer")
+        ok("approvals", words[0], str(request), *words[1:], dsn=desk.database.dsn)
+        while not desk.on.notifies:
+            assert select.select([desk.on], [], [], 30)[0], words
+            desk.on.poll()
+        assert [each.payload for each in desk.on.notifies] == ["buyer"]
+        desk.on.notifies.clear()
+        desk.jobs.cancel(desk.get(request).job_id, on=desk.on)
 
 
 def test_edits_keep_every_digit(desk: Desk, tmp_path: Path) -> None:

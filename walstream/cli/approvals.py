@@ -174,6 +174,7 @@ def _decide(
     instead: Any = None,
 ) -> None:
     from walstream.ledger.approvals import Approvals
+    from walstream.ledger.jobs import Jobs
     from walstream.ledger.schema import APPROVALS_VERSION
 
     who = _who() if by is None else by
@@ -184,6 +185,7 @@ def _decide(
             seq = approvals.approve(request, by=who, edit=instead, reason=reason, on=conn)
         else:
             seq = approvals.reject(request, by=who, reason=reason, on=conn)
+        Jobs(settings).wake(asked.agent_id, on=conn)  # the decision has committed: each statement is a transaction here
     decision = "granted" if granted else "rejected"
     if as_json:
         console.print_json(

@@ -67,7 +67,7 @@ WORKER_FUNCTIONS: Final = (
 
 # Who decides looks at requests and what they are about. Not a worker: no agent may approve what it asked itself.
 APPROVER_TABLES: Final = ("migrations", "approvals")
-APPROVER_FUNCTIONS: Final = ("decide_approval",)
+APPROVER_FUNCTIONS: Final = ("decide_approval", "wake_workers")
 
 
 def run_privileges(settings: Settings, version: int = PRUNING_VERSION) -> dict[str, str]:
