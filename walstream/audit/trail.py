@@ -1,0 +1,388 @@
+"""The trail: appends events to the chain on disk, exactly once, and says so only when they are durable.
+
+Its own end is its place: an event that stands there already is compared and not written again; the next one has to have
+the next offset. What a crash left half written is put aside and comes again. So whatever was delivered twice, torn or
+taken over, the files hold every event once, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from walstream.config import Settings
+from walstream.errors import ConfigError, RetryLater
+from walstream.event import Event
+
+from . import order_facts
+from .archive import archive_at
+from .chain import Link
+from .directory import Busy, Directory
+from .known import Known, another_event
+from .loading import Loaded, TrailBroken, load
+from .manifest import Manifest
+from .packing import Packer
+from .record import CHAIN, FORMAT, GONE, VIOLATION, Pen
+from .segments import MiB, Segment, name_of, segments_in, sync_folder
+from .vouching import Voucher
+
+log = logging.getLogger("walstream.audit")
+
+_GAP_CHUNK: Final = 5_000
+_CLOSE_SECONDS: Final = 30.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """The newest segment, as this process knows it."""
+
+    path: Path
+    fd: int
+    size: int
+    link: Link
+    began: float  # by the wall clock, to roll by time
+    chain: str
+    head_n: int
+
+
+class AuditTrail:
+    """Records events in a directory (docs/audit.md). One process at a time writes; the others are told to wait.
+
+    Args:
+        directory: made for a new chain if its parent is there.
+        key: file of the private key that signs heads. Without it ``WALSTREAM_AUDIT_KEY`` holds the key, or heads are
+            not signed.
+        heads_to: second places for heads: ``stdout``, ``table:[SCHEMA.]NAME``, directories.
+        head_every, head_seconds: a head after so many records, or so long after the last one.
+        roll_bytes, roll_seconds: a segment is closed when it is so large, or so old.
+        archive: URL of a folder in object storage that closed segments are copied to.
+        archive_options: for its file system (fsspec).
+
+    Raises:
+        ConfigError: key, places or archive are not what they should be.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        key: str | Path | None = None,
+        heads_to: str | Sequence[str] = (),
+        head_every: int = 1_000,
+        head_seconds: float = 10.0,
+        roll_bytes: int = 64 * MiB,
+        roll_seconds: float = 86_400.0,
+        archive: str | None = None,
+        archive_options: dict[str, Any] | None = None,
+    ) -> None:
+        if head_every < 1 or head_seconds < 0 or roll_bytes < 1 or roll_seconds <= 0:
+            raise ConfigError("head_every and roll_bytes are at least 1, head_seconds and roll_seconds are positive")
+        self.path = Path(directory)
+        self._voucher = Voucher(key, [heads_to] if isinstance(heads_to, str) else heads_to, head_every, head_seconds)
+        self._roll_bytes = roll_bytes
+        self._roll_seconds = roll_seconds
+        self._directory = Directory(self.path)
+        self._packer = Packer(archive_at(archive, archive_options or {}) if archive else None)
+        self._open: _Open | None = None
+        self._known: Known | None = None
+        self._manifest = Manifest()
+        self._unsettled = True
+        self._settings: Settings | None = None
+
+    def check(self, settings: Settings) -> int | None:
+        """Read the trail, and compare its end with the order in the database; return the offset it ends with.
+
+        Raises:
+            TrailBroken: another event stands there in the order, or the files are damaged.
+            RetryLater: directory or database are away.
+        """
+        try:
+            with self._directory.held() as changed:
+                self._refresh(changed)
+                open_ = self._open
+                if open_ is None or not open_.link.events:
+                    return None
+                offset = open_.link.offset or 0
+                on_record = self._records().find(offset).seq
+        except FileNotFoundError:
+            return None  # a new one begins with the first event, if it is the first
+        except Busy as busy:
+            raise RetryLater(f"{self.path}: {busy} is writing") from busy
+        except OSError as error:
+            raise self._later(error) from error
+        connection = order_facts.open_database(settings)
+        try:
+            ordered = dict(order_facts.seqs_between(connection, settings.namespace, offset, offset))
+        finally:
+            connection.close()
+        if offset not in ordered:
+            log.info("%s ends with offset %d, which the order has not reached: it waits", self.path, offset)
+        elif on_record is not None and ordered[offset] != on_record:
+            raise another_event(self.path, offset, on_record, ordered[offset])
+        return offset
+
+    def record(self, events: Sequence[Event], settings: Settings, *, first: int | None = 1) -> None:
+        """Put ``events`` on record, durably; those that are there already are compared.
+
+        Args:
+            events: in the order of their offsets.
+            settings: of the stream: whose ledger this is, and where to ask about offsets that have no event.
+            first: the offset that a new chain begins with; ``None`` takes what comes.
+
+        Raises:
+            TrailBroken: another event stands under an offset, offsets are missing, or the files are damaged.
+            RetryLater: the disk is full or gone, another process writes, a second place for heads is away.
+            WalstreamError: of the database, where it had to be asked.
+        """
+        self._settings = settings
+        try:
+            self._make_directory(events, first)
+            with self._directory.held() as changed:
+                self._refresh(changed)
+                self._write(events, settings, first)
+                self._vouch(settings)
+                self._settle()
+        except Busy as busy:
+            raise RetryLater(f"{self.path}: {busy} is writing") from busy
+        except OSError as error:
+            raise self._later(error) from error
+
+    def close(self) -> None:
+        """Vouch for the last records, finish what is being compressed, and let go of the files."""
+        try:
+            with self._directory.held() as changed:
+                if not changed and self._settings is not None and self._open is not None:
+                    self._vouch(self._settings, now=True)
+                    self._packer.finish(_CLOSE_SECONDS)
+                    self._note_closed(self._open)
+        except (OSError, Busy, RetryLater) as error:
+            log.warning("%s: closed without a head for its last records: %s", self.path, error)
+        finally:
+            self._forget()
+            self._directory.close()
+
+    # -- the files, as they are -------------------------------------------------------------------------------------
+
+    def _make_directory(self, events: Sequence[Event], first: int | None) -> None:
+        # Only for a chain that may begin: whoever lost a mount must not be given an empty folder in its place.
+        if self._open is None and (first is None or events[0].offset == first):
+            self.path.mkdir(exist_ok=True)
+
+    def _refresh(self, changed: bool) -> None:
+        """Know the files again if somebody else has had them, or somebody changed them."""
+        open_ = self._open
+        if open_ is not None and not changed:
+            with suppress(FileNotFoundError):
+                found = os.stat(open_.path)
+                if os.path.samestat(found, os.fstat(open_.fd)) and found.st_size == open_.size:
+                    return
+        self._forget()
+        loaded = load(self.path)
+        self._manifest, self._unsettled = loaded.manifest, True
+        if loaded.segment is not None:
+            self._open = self._take_up(loaded, loaded.segment)
+
+    def _take_up(self, loaded: Loaded, segment: Segment) -> _Open:
+        path = self.path / segment.name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.fsync(fd)  # it may hold what somebody wrote who was killed before it was flushed
+            sync_folder(self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        log.info("%s ends with record %d, offset %s", self.path, loaded.link.n, loaded.link.offset)
+        return _Open(path, fd, loaded.size, loaded.link, loaded.began, loaded.chain, loaded.head_n)
+
+    def _forget(self) -> None:
+        if self._open is not None:
+            os.close(self._open.fd)
+        self._open = self._known = None
+
+    def _records(self) -> Known:
+        if self._known is None:
+            self._known = Known(self.path)
+        return self._known
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _write(self, events: Sequence[Event], settings: Settings, first: int | None) -> None:
+        now = orjson.dumps(datetime.now(UTC).isoformat(timespec="milliseconds"))
+        lines: list[bytes] = []
+        if self._open is None:
+            self._begin(events[0], settings, first, now)
+        open_ = self._open
+        assert open_ is not None
+        end = open_.link.offset or 0
+        pen = Pen(open_.link.n, open_.link.hash)
+        known = [event for event in events if event.offset <= end]
+        if known:
+            lines += [pen.other(VIOLATION, found, now) for found in self._records().compare(known)]
+        expected = end + 1
+        for event in events[len(known) :]:
+            if event.offset != expected:
+                lines += self._gone(pen, expected, event.offset - 1, settings, now)
+            lines.append(pen.event(event, now))
+            expected = event.offset + 1
+        if not lines:
+            return
+        if open_.size >= self._roll_bytes or (open_.size and time.time() - open_.began >= self._roll_seconds):
+            open_ = self._roll(open_, settings)
+        if not open_.size:
+            open_.began = time.time()
+        self._append(
+            open_, b"".join(lines), Link(pen.n, pen.hash, expected - 1, events=open_.link.events + expected - 1 - end)
+        )
+
+    def _append(self, open_: _Open, data: bytes, link: Link) -> None:
+        """Write and flush. If that fails, the file is as before, or is read anew before it is written to again."""
+        try:
+            written = 0
+            view = memoryview(data)
+            while written < len(data):
+                written += os.pwrite(open_.fd, view[written:], open_.size + written)
+            os.fdatasync(open_.fd)
+        except OSError:
+            try:
+                os.ftruncate(open_.fd, open_.size)
+            finally:
+                self._forget()
+            raise
+        open_.size += len(data)
+        open_.link = link
+        self._known = None  # its list of segments may be old by now
+
+    def _begin(self, event: Event, settings: Settings, first: int | None, now: bytes) -> None:
+        """Begin a chain: its first record says where."""
+        begins = event.offset if first is None else first
+        if event.offset != begins:
+            gap = self._ask(settings, begins, event.offset - 1)
+            if any(place.reason is None for place in gap) or not gap:
+                raise RetryLater(
+                    f"{self.path} holds no chain, and the projector stands at offset {event.offset - 1}: is the disk "
+                    f"mounted? To begin a chain there, give the projector start = {event.offset}"
+                )
+        if not self._voucher.signs:
+            log.warning("heads of %s are not signed: whoever can write there can make another chain", self.path)
+        pen = Pen()
+        line = pen.other(
+            CHAIN,
+            {
+                "format": FORMAT,
+                "first_offset": begins,
+                "ledger": event.commit.key_prefix,
+                "environment": settings.environment,
+                "namespace": settings.namespace,
+                "table": f"{settings.ledger.namespace}.{settings.ledger.table}",
+            },
+            now,
+        )
+        path = self.path / name_of(1, begins)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._manifest = Manifest(pen.hash.decode(), begins)
+        self._open = _Open(path, fd, 0, Link(), time.time(), pen.hash.decode(), 0)
+        try:
+            self._append(self._open, line, Link(pen.n, pen.hash, begins - 1))
+            sync_folder(self.path)
+            self._manifest.write(self.path)
+        except BaseException:
+            path.unlink(missing_ok=True)  # it held nothing yet
+            self._forget()
+            raise
+        log.info("%s: a chain begins at offset %d", self.path, begins)
+
+    def _gone(self, pen: Pen, first: int, last: int, settings: Settings, now: bytes) -> Iterable[bytes]:
+        """Records for offsets whose events were removed, by declaration, before they came here.
+
+        Raises:
+            TrailBroken: one of them was not.
+        """
+        for start in range(first, last + 1, _GAP_CHUNK):
+            stop = min(last, start + _GAP_CHUNK - 1)
+            places = self._ask(settings, start, stop)
+            lost = next((place for place in places if place.reason is None), None)
+            if lost is not None or [place.offset for place in places] != list(range(start, stop + 1)):
+                what = f"offset {lost.offset} (seq {lost.seq})" if lost else f"offsets {start} to {stop}"
+                raise TrailBroken(
+                    f"{self.path} ends with offset {first - 1} and the next event has offset {last + 1}: {what} is not"
+                    " on record, and no erasure declares that",
+                    hint="records were cut off (see the folder `torn`), or the projector was moved on by hand: set it"
+                    f" back with `walstream projectors reset NAME --to {first}`",
+                )
+            for place in places:
+                at = place.erased_at.isoformat() if place.erased_at else None
+                yield pen.other(GONE, {"reason": place.reason, "erased_at": at}, now, place=(place.offset, place.seq))
+
+    def _ask(self, settings: Settings, first: int, last: int) -> list[order_facts.Place]:
+        if not settings.dsn:
+            return []
+        connection = order_facts.open_database(settings)
+        try:
+            return order_facts.places_between(connection, settings.namespace, first, min(last, first + _GAP_CHUNK - 1))
+        finally:
+            connection.close()
+
+    # -- rolling, vouching, settling --------------------------------------------------------------------------------
+
+    def _roll(self, open_: _Open, settings: Settings) -> _Open:
+        """Close the segment: a head vouches for it, and the next one is there before it is touched."""
+        self._vouch(settings, now=True)
+        path = self.path / name_of(open_.link.n + 1, (open_.link.offset or 0) + 1)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            sync_folder(self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(open_.fd)
+        self._known = None
+        self._unsettled = True
+        self._open = _Open(path, fd, 0, open_.link, time.time(), open_.chain, open_.head_n)
+        return self._open
+
+    def _vouch(self, settings: Settings, *, now: bool = False) -> None:
+        """Write a head if one is due."""
+        open_ = self._open
+        if open_ is None:
+            return
+        link, made = open_.link, open_.link.n - open_.head_n
+        if made and (now or self._voucher.is_due(made)):
+            self._voucher.vouch(self.path, open_.chain, link.n, link.hash.decode(), link.offset or 0, settings)
+            open_.head_n = link.n
+
+    def _settle(self) -> None:
+        """Put what the packer has done into the manifest, and give it what is left to do."""
+        open_ = self._open
+        if open_ is None:
+            return
+        self._note_closed(open_)
+        if not (self._unsettled and self._packer.ready):
+            return
+        settled = {each.file for each in self._manifest.segments if each.archived or not self._packer.archives}
+        closed = [segment for segment in segments_in(self.path) if segment.name != open_.path.name]
+        left = [segment for segment in closed if segment.plain or segment.path.name not in settled]
+        self._unsettled = bool(left)
+        self._packer.start(left, open_.chain[:16])
+
+    def _note_closed(self, open_: _Open) -> None:
+        done = self._packer.take()
+        if not done:
+            return
+        self._manifest.chain = open_.chain
+        for closed in done:
+            self._manifest.add(closed)
+        self._manifest.write(self.path)
+        for closed in done:
+            (self.path / closed.file.removesuffix(".zst")).unlink(missing_ok=True)
+
+    def _later(self, error: OSError) -> RetryLater:
+        return RetryLater(f"{error.filename or self.path}: {error.strerror or error}")
