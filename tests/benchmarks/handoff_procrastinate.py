@@ -1,0 +1,30 @@
+"""procrastinate as a contender: its worker as documented, LISTEN/NOTIFY included, with an async task."""
+
+from __future__ import annotations
+
+import os
+
+from procrastinate import App, PsycopgConnector, SyncPsycopgConnector
+
+from tests.benchmarks.handoff_receipts import DSN, HANDS, Receipts
+
+
+def main() -> None:
+    """Work until a signal comes."""
+    receipts = Receipts()
+    app = App(connector=PsycopgConnector(conninfo=os.environ[DSN]))
+
+    @app.task(name="receive")
+    async def receive(number: int) -> None:
+        receipts.note(number)
+
+    app.run_worker(concurrency=int(os.environ[HANDS]))
+
+
+def emitting(dsn: str) -> App:
+    """The app of who defers: over a connection of its own."""
+    return App(connector=SyncPsycopgConnector(conninfo=dsn))
+
+
+if __name__ == "__main__":
+    main()
