@@ -173,6 +173,11 @@ class Workers:
         except psycopg2.OperationalError:
             return -1
 
+    def get_on(self, jobs: int) -> None:
+        """Wait until more than so many of them are completed that are not yet."""
+        before = self.unfinished()
+        eventually(lambda: 0 <= self.unfinished() < before - jobs, "workers get on", 60)
+
     def all_end(self, timeout: float = 60) -> None:
         eventually(lambda: self.unfinished() == 0, "all jobs are completed", timeout)
 
@@ -215,16 +220,17 @@ class Workers:
             options: of :class:`walstream.Worker`.
         """
         self._logs += 1
+        log = self.folder / f"log-{self._logs}"
         request = {
             "dsn": dsn or self.database.dsn,
             "folder": str(self.folder),
-            "log": str(self.folder / f"log-{self._logs}"),
+            "log": str(log),
             "kill_at": kill_at,
             "turns": turns,
             "options": self.options(**options),
         }
         pid = int(self._forks.ask({"start": request})["pid"])
-        (self.folder / f"log-of-{pid}").symlink_to(request["log"])
+        (self.folder / f"log-of-{pid}").symlink_to(log)
         self._running.add(pid)
         return pid
 

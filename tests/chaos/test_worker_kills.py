@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -59,9 +60,9 @@ def test_killed_at_twelve_steps_of_a_turn(workers: Workers) -> None:
 @pytest.mark.slow
 def test_a_hundred_kills_at_every_step_and_at_random(workers: Workers) -> None:
     """Each step of a turn, with and without an approval; then four at a time, at random steps of several turns."""
-    for orders in ({}, {"ask": True}):
-        for step in range(1, workers.steps(**orders) + 1):
-            workers.hand_off(**orders)
+    for ask in (False, True):
+        for step in range(1, workers.steps(ask=ask) + 1):
+            workers.hand_off(ask=ask)
             workers.wait(workers.start(kill_at=step, turns=1))
     chance = random.Random(41)
     sessions = [str(uuid.uuid4()) for _ in range(12)]
@@ -232,8 +233,7 @@ def crashed(workers: Workers, server: PostgresServer, times: int, jobs: int) -> 
     pids = [workers.start(concurrency=4, lease_seconds=2.0) for _ in range(2)]
     workers.held(long)
     for _ in range(times):
-        done = workers.unfinished()
-        eventually(lambda done=done: workers.unfinished() < done - 3, "they get on", 60)
+        workers.get_on(3)
         server.restart("immediate")
     workers.go(long)
     workers.all_end(120)
@@ -296,13 +296,12 @@ def in_order(workers: Workers, jobs: int, kills: int) -> None:
     sessions = [str(uuid.uuid4()) for _ in range(jobs // 8)]
     for _ in range(jobs):
         workers.hand_off(chance.choice(sessions), sleep=chance.choice((0.0, 0.01, 0.03)))
-    few = {"concurrency": 10, "agent_concurrency": 6}
-    pids = [workers.start(**few), workers.start(**few)]
+    few = functools.partial(workers.start, concurrency=10, agent_concurrency=6)
+    pids = [few(), few()]
     while workers.kills < kills:
-        done = workers.unfinished()
-        eventually(lambda done=done: workers.unfinished() < done - 4, "they get on", 60)
+        workers.get_on(4)
         workers.kill(pids.pop(0))
-        pids.append(workers.start(**few))
+        pids.append(few())
     workers.all_end(120)
     workers.check()
     assert workers.database.execute("SELECT max(of_agent) FROM claims") == [(6,)]
