@@ -97,8 +97,8 @@ class Ledger:
 
     def job(self, token: int, session: str = A) -> int:
         ((number,),) = self.database.execute(
-            f"INSERT INTO {self.settings.ledger.beside(self.settings.ledger.jobs)} (session_id, fencing_token)"
-            f" VALUES ('{session}', {token}) RETURNING job_id"
+            f"INSERT INTO {self.settings.ledger.beside(self.settings.ledger.jobs)} (session_id, status, fencing_token)"
+            f" VALUES ('{session}', 'IN_PROGRESS', {token}) RETURNING job_id"
         )
         return int(number)
 
@@ -437,6 +437,36 @@ def test_a_claim_waits_for_the_append_and_then_the_old_worker_is_out(ledger: Led
     waiting.join(20)
     assert [error.pgcode for error in results] == ["WS001"]
     assert len(ledger.rows()) == 1
+
+
+def test_who_gave_his_job_back_appends_nothing_more(ledger: Ledger) -> None:
+    """The token is the last one still, but nobody has the job."""
+    on = ledger.database.connect()
+    on.autocommit = True
+    for end in (
+        "release_job({job}, 1)",
+        "complete_job({job}, 1)",
+        "fail_job({job}, 1, 'no')",
+        "fail_job({job}, 1, 'no', 60)",
+        "await_human({job}, 1)",
+    ):
+        ledger.database.execute("DELETE FROM agent_jobs")
+        namespace = ledger.settings.namespace
+        ((job, _),) = ledger.database.execute(f"SELECT * FROM {namespace}.submit_job(%s, 'a')", A)
+        ledger.database.execute(f"SELECT {namespace}.claim_job('a', 'me')")
+        assert ledger.append(on, A, job_id=job, fencing_token=1)[1] is True, "it is delivered"
+        ledger.database.execute(f"SELECT {namespace}.begin_job({job}, 1)")
+        assert ledger.append(on, A, job_id=job, fencing_token=1)[1] is True, "it is in progress"
+        before = len(ledger.rows())
+        ledger.database.execute(f"SELECT {namespace}.{end.format(job=job)}")
+
+        def late(job: int = job) -> None:
+            ledger.append(on, A, job_id=job, fencing_token=1)
+
+        error = refused(on, late)
+        assert error.pgcode == "WS001"
+        assert "good for nothing any more" in str(error)
+        assert len(ledger.rows()) == before
 
 
 # -- durability --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 from psycopg2.extensions import parse_dsn
 from psycopg2.extras import Json
 
+from tests.cli_calls import call
 from tests.conftest import Database
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -296,3 +297,36 @@ def test_every_example_is_in_the_index_and_in_this_file() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert f"({path.name})" in index
         assert path.stem in here
+
+
+def test_three_agents_and_one_approval(ledger: Database, start: type[Program]) -> None:
+    agents = ("planner", "researcher", "buyer")
+    programs = [run(start, "three_agents"), *(worker(start, f"three_agents:{agent}") for agent in agents)]
+    person = start("three_agents.py", "a chair")
+    session = person.wait_for("session").split()[1]
+    request = person.wait_for("walstream approvals approve").split()[-1]
+    eventually_parked = "SELECT 1 FROM agent_jobs WHERE agent_id = 'buyer' AND status = 'AWAITING_HUMAN'"
+    assert ledger.execute(eventually_parked), "the request and the waiting were one transaction"
+    decided = call("approvals", "edit", request, "--json-edit", '{"buy": "a stool", "price": 70}', dsn=ledger.dsn)
+    assert decided.exit_code == 0, decided
+    assert person.wait_for("ordered") == "ordered a stool for 70\n"
+    assert person.end() == 0
+    assert [program.stop() for program in programs] == [0, 0, 0, 0]
+    assert ledger.execute("SELECT item, price FROM orders") == [("a stool", 70)]
+    assert ledger.execute("SELECT agent_id, status, hops FROM agent_jobs ORDER BY job_id") == [
+        ("planner", "COMPLETED", 1),
+        ("researcher", "COMPLETED", 2),
+        ("buyer", "COMPLETED", 3),
+    ]
+    happened = [kind for (kind,) in ledger.execute("SELECT event_type FROM agent_events ORDER BY seq")]
+    handoff = ["handoff.emitted", "handoff.received"]
+    assert happened == [
+        *(*handoff, "model.responded"),
+        *(*handoff, "tool.invoked", "tool.observed"),
+        *(*handoff, "approval.requested", "approval.granted", "task.completed"),
+    ]
+    assert ledger.execute("SELECT DISTINCT session_id::text FROM agent_events") == [(session,)]
+
+
+def worker(start: type[Program], target: str) -> Program:
+    return start("-m", "walstream", "worker", target)

@@ -167,7 +167,7 @@ EVERY = (
 
 
 def test_every_driver_does_the_same(installed: Database) -> None:
-    installed.execute("INSERT INTO agent_jobs (session_id, fencing_token) VALUES (%s, 3)", A)
+    installed.execute("INSERT INTO agent_jobs (session_id, status, fencing_token) VALUES (%s, 'IN_PROGRESS', 3)", A)
     ledger = Ledger(Settings(), job=1, fencing_token=3)
     for number, kind in enumerate(EVERY):
         key = f"key {number}"
@@ -211,7 +211,7 @@ def test_every_driver_does_the_same(installed: Database) -> None:
 
 
 def test_every_driver_says_the_same_about_what_is_refused(installed: Database, server: Server) -> None:
-    installed.execute("INSERT INTO agent_jobs (session_id, fencing_token) VALUES (%s, 3)", A)
+    installed.execute("INSERT INTO agent_jobs (session_id, status, fencing_token) VALUES (%s, 'IN_PROGRESS', 3)", A)
     name = f"nobody_{installed.name[-8:]}"
     server.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'irrelevant'")
     other = Settings(namespace="elsewhere")
@@ -311,7 +311,9 @@ def test_an_async_session_of_sqlalchemy(installed: Database) -> None:
             again = await session.run_sync(lambda on: ledger.append(A, "agent", "note", {}, key="k", on=on))
             assert (again.seq, again.appended) == (done.seq, False)
             await session.commit()
-            installed.execute("INSERT INTO agent_jobs (session_id, fencing_token) VALUES (%s, 2)", A)
+            installed.execute(
+                "INSERT INTO agent_jobs (session_id, status, fencing_token) VALUES (%s, 'IN_PROGRESS', 2)", A
+            )
             late = Ledger(Settings(), fencing_token=1, job=1)
             with pytest.raises(Fenced):
                 await session.run_sync(lambda on: late.append(A, "agent", "note", {}, on=on))

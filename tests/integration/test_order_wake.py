@@ -159,3 +159,18 @@ def test_a_wait_can_be_ended(listener: Listener) -> None:
     listener.wake()
     assert listener.wait(60)
     assert not listener.wait(0.01), "several calls are one"
+
+
+def test_a_channel_of_its_own_and_only_what_is_meant(order: OrderBench) -> None:
+    channel = "jobs of a stream"
+    mine = Listener(order.connect, order.namespace, 60, channel=channel, payloads=("me", ""))
+    mine.wait(60)
+    notifier = Notifier(order.connect, order.namespace)
+    notifier.notify(channel, "somebody else")
+    notifier.notify()
+    assert not mine.wait(0.3)
+    for payload in ("me", ""):
+        notifier.notify(channel, payload)
+        until(lambda: mine.wait(0.05), f"{payload!r} is heard")
+    notifier.close()
+    mine.close()

@@ -140,3 +140,43 @@ def test_answers_are_told_apart_by_number_or_by_name(world: World) -> None:
 def test_an_external_projector_has_no_transaction_to_append_in() -> None:
     with pytest.raises(ConfigError, match="external"):
         make_context("router").append(make_event(1), "note", {})
+
+
+class Announcer(Projector):
+    """Announces each event, and fails at one of them the first time."""
+
+    name = "announcer"
+    retry_first = 0.01
+
+    def __init__(self, transactional: bool) -> None:
+        self.transactional = transactional
+        self.failed = False
+
+    def project(self, events: Sequence[Event], ctx: Context) -> None:
+        for event in events:
+            ctx.notify("news", str(event.seq))
+            ctx.notify("news", str(event.seq))
+            if event.seq == 2 and not self.failed:
+                self.failed = True
+                raise ValueError("once")
+
+
+@pytest.mark.parametrize("transactional", [True, False])
+def test_what_is_announced_is_heard_after_the_commit_and_once(world: World, transactional: bool) -> None:
+    heard = world.connect()
+    heard.autocommit = True
+    with heard.cursor() as cur:
+        cur.execute("LISTEN news")
+    last = world.add("note", "note", "note")
+    world.start(Announcer(transactional))
+    eventually(lambda: world.reached("announcer", last))
+
+    def news() -> list[str]:
+        heard.poll()
+        return [each.payload for each in heard.notifies]
+
+    eventually(lambda: {"1", "2", "3"} <= set(news()))
+    assert len(news()) <= 6, "what is said many times in a delivery is sent once"
+    ctx = make_context("announcer", connection=world.connect(), rebuilding=True)
+    ctx.notify("news", "x")
+    assert ctx.announcements == ()

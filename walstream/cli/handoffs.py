@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -158,6 +158,8 @@ def reroute(
         ready = [_event(conn, settings, prefix, seq) for seq in wanted]
         conn.autocommit = False
         outcomes = [_route(conn, settings, router, each, to) for each in ready]
+        conn.autocommit = True
+        _wake(conn, settings, {outcome.agent for outcome in outcomes if outcome.created and outcome.agent})
     if as_json:
         console.print_json({"handoffs": [_document(outcome) for outcome in outcomes]})
     else:
@@ -258,6 +260,15 @@ def _route(conn: Connection, settings: Settings, router: HandoffRouter, ready: _
         if cur.fetchone() is None:
             return Routed(ready.seq, reason="it is no dead letter")
         return router.route(ready.event, Context(router.name, connection=conn, settings=settings), to=to)
+
+
+def _wake(conn: Connection, settings: Settings, agents: set[str]) -> None:
+    """Wake the workers that have got a job, after it committed."""
+    from walstream.ledger.jobs import Jobs
+
+    with suppress(ConfigError):  # this login may not: they look by themselves
+        for agent in sorted(agents):
+            Jobs(settings).wake(agent, on=conn)
 
 
 def _document(outcome: Routed) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from walstream.errors import ExitCode, JobRefused, LedgerError
+from walstream.errors import ConfigError, ExitCode, JobRefused, LedgerError
 
 from . import console
 from .options import Json, takes_settings
@@ -146,6 +147,7 @@ def _move(
     settings: Settings, jobs: list[int], as_json: bool, done: str, move: Callable[[int, Connection], None]
 ) -> None:
     """Move each by itself: one that is refused keeps no other."""
+    from walstream.ledger.jobs import Jobs
     from walstream.ledger.schema import JOBS_VERSION
 
     moved: list[int] = []
@@ -158,6 +160,9 @@ def _move(
                 refused[job] = str(error)
             else:
                 moved.append(job)
+        if moved:
+            with suppress(ConfigError):  # this login may not wake workers: they look by themselves
+                Jobs(settings).wake(on=conn)
     if as_json:
         console.print_json({"jobs": moved, "refused": {str(job): why for job, why in refused.items()}})
     else:
