@@ -142,6 +142,7 @@ class Settings(_Model):
     drain_seconds: float = Field(10.0, ge=0, description="at SIGTERM: time for projectors to finish their batch")
     retry_cap_seconds: float = Field(30.0, gt=0, description="longest pause between two attempts to reconnect")
 
+    metrics_listen: str | None = Field(None, description="HOST:PORT for /metrics, /healthz, /readyz; off without it")
     fold: str | None = Field(None, description="`package.module:name` of the application's own fold, where it has one")
     guard: GuardSettings = GuardSettings()
     projectors: dict[str, ProjectorSettings] = Field(default_factory=dict)

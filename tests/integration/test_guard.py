@@ -64,9 +64,19 @@ def test_all_is_well_while_somebody_reads(stream: Installed) -> None:
         assert found["retained_bytes"] >= found["behind_bytes"] >= 0
         assert found["safe_bytes"] > 0
         assert "walstream:stream" in found["holder"]
-    shown = ok("guard", "--slot", slot, "--sample", "0.3", dsn=stream.settings.dsn).stdout
-    assert shown.startswith(f"WALSTREAM OK - slot {slot}: ")
-    assert f"| '{slot} retained'=" in shown
+        shown = ok("guard", "--slot", slot, "--sample", "0.3", dsn=stream.settings.dsn).stdout
+        assert shown.startswith(f"WALSTREAM OK - slot {slot}: ")
+        assert f"| '{slot} retained'=" in shown
+
+        # Whoever saw it being read knows since when it is not, whatever the version says.
+        reader = SlotReader(slot)
+        connection = guard_connection(stream.settings)
+        assert reader.look(connection).slots[0].inactive_seconds is None
+    eventually(lambda: not reader.look(connection).slots[0].active, "the slot is let go")
+    seconds = reader.look(connection).slots[0].inactive_seconds
+    assert seconds is not None
+    assert 0 <= seconds < 60
+    connection.close()
 
 
 def test_a_slot_that_is_not_there_is_critical(stream: Installed) -> None:
@@ -158,7 +168,7 @@ def _ended(writer: connection) -> bool:
     return False
 
 
-# -- a server of one's own: bounds, loss, forecasts ---------------------------------------------------------------------------------
+# -- a server of one's own: bounds, loss, forecasts -------------------------------------------------------------
 
 
 class Small:

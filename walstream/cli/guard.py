@@ -16,7 +16,7 @@ from walstream.errors import WalstreamError
 
 from . import console
 from .logs import Form, LogFormat, log_to_stderr
-from .options import Json, takes_settings
+from .options import Json, MetricsListen, takes_settings, with_metrics
 
 if TYPE_CHECKING:
     from walstream.config import Settings
@@ -53,6 +53,7 @@ def guard(
     sample: Annotated[
         float, typer.Option(min=0.2, metavar="SECONDS", help="Once: how long to watch the WAL grow, for the forecast.")
     ] = 2.0,
+    metrics_listen: MetricsListen = None,
     log_format: LogFormat = Form.TEXT,
     as_json: Json = False,
 ) -> None:
@@ -66,6 +67,7 @@ def guard(
         settings = settings.model_copy(
             update={"guard": settings.guard.model_copy(update={"interval_seconds": interval})}
         )
+    settings = with_metrics(settings, metrics_listen)
     if watch:
         log_to_stderr(form=log_format)
         _watch(settings, every_slot, as_json)
@@ -98,7 +100,9 @@ def _once(settings: Settings, every_slot: bool, sample: float, as_json: bool) ->
 
 
 def _watch(settings: Settings, every_slot: bool, as_json: bool) -> None:
+    from walstream.guard.samples import samples
     from walstream.guard.watch import Guard, Watch
+    from walstream.monitoring.server import Health, serving
 
     ended = threading.Event()
 
@@ -112,13 +116,21 @@ def _watch(settings: Settings, every_slot: bool, as_json: bool) -> None:
             except BrokenPipeError:
                 ended.set()
 
+    def health() -> Health:
+        found = watcher.latest
+        state = None if found is None or found.state is None else found.state.word
+        error = None if found is None or found.error is None else console.redact(str(found.error))
+        part = {"ready": state is not None, "state": state or "unknown", "error": error}
+        return Health(watcher.alive, {"guard": part}, starting=found is None)
+
     settings.require_dsn()
     watcher = Watch(settings, Guard(settings, every_slot=every_slot, may_drop=True), on_report)
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        watcher.start()
-        while not ended.wait(0.2):
-            pass
+        with serving(settings.metrics_listen, health, lambda: samples(watcher.latest)):
+            watcher.start()
+            while not ended.wait(0.2):
+                pass
     finally:
         watcher.stop()
         for number, handler in before.items():

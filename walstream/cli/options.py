@@ -29,6 +29,13 @@ Json = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
+MetricsListen = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics-listen", metavar="HOST:PORT", help="Serve /metrics, /healthz and /readyz there (metrics_listen)."
+    ),
+]
+
 _PANEL: Final = "Which stream"
 
 
@@ -82,6 +89,11 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     vars(wrapper)["__signature__"] = signature.replace(parameters=parameters)  # what typer reads
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def with_metrics(settings: Settings, listen: str | None) -> Settings:
+    """These settings with what ``--metrics-listen`` said, if it was given."""
+    return settings if listen is None else settings.model_copy(update={"metrics_listen": listen})
 
 
 def load_settings(*, config: Path | None = None, table: str | None = None, **flags: Any) -> Settings:

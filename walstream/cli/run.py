@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .logs import Form, LogFormat, log_to_stderr
-from .options import takes_settings
+from .options import MetricsListen, takes_settings, with_metrics
 
 if TYPE_CHECKING:
     from walstream.config import Settings
@@ -38,6 +38,7 @@ def run(
     ] = False,
     ingest_only: Annotated[bool, typer.Option("--ingest-only", help="Only ingest, no projectors.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    metrics_listen: MetricsListen = None,
     log_format: LogFormat = Form.TEXT,
 ) -> None:
     """Tail the ledger: read the slot, write the order, drive projectors.
@@ -58,6 +59,7 @@ def run(
         stream = load_target(target)
         settings = stream.settings(settings.model_dump(exclude_unset=True))
         projectors = stream.projectors
+    settings = with_metrics(settings, metrics_listen)
     projectors = (*projectors, *configured_projectors(settings, beside=projectors))
     chosen = [] if ingest_only else _choose(projectors, only or (), without or ())
     if no_ingest and not chosen:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import psycopg2
 
@@ -24,6 +25,13 @@ from .projector import Projector
 from .runner_group import RunnerGroup
 
 log = logging.getLogger("walstream.host")
+
+
+class Companion(Protocol):
+    """Something that watches a host, or tells others how it is, for as long as the host runs."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class Host:
@@ -50,9 +58,14 @@ class Host:
         self._with_ingest = ingest
         self._stopping = threading.Event()
         self._buffer: HotBuffer | None = None
+        self._companions: list[Companion] = []
         self.runners: RunnerGroup | None = None
         self.ingest: IngestSupervisor | None = None
         self.error: WalstreamError | None = None
+
+    def accompany(self, companion: Companion) -> None:
+        """Start and stop ``companion`` together with the host: before everything else, and after."""
+        self._companions.append(companion)
 
     def start(self) -> None:
         """Check that the stream is set up, then start everything; waits for a server that is away.
@@ -60,6 +73,15 @@ class Host:
         Raises:
             WalstreamError: configuration, identity or set-up that a retry cannot help.
         """
+        try:
+            for companion in self._companions:
+                companion.start()
+            self._start()
+        except BaseException:
+            self._dismiss()
+            raise
+
+    def _start(self) -> None:
         identity = self._identity()
         if identity is None:
             return
@@ -95,6 +117,27 @@ class Host:
             self.runners.stop(self._settings.drain_seconds)
         if self._buffer is not None:
             self._buffer.close()
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        while self._companions:
+            self._companions.pop().stop()
+
+    @property
+    def with_ingest(self) -> bool:
+        """Whether ingest runs here, or stands by."""
+        return self._with_ingest
+
+    @property
+    def head(self) -> int | None:
+        """The last offset, as ingest of this process knows it; ``None`` where it does not stream."""
+        ingest, buffer = self.ingest, self._buffer
+        return buffer.head if buffer is not None and ingest is not None and ingest.state.state == "streaming" else None
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """Bytes in the hot buffer."""
+        return None if self._buffer is None else self._buffer.nbytes
 
     @property
     def exit_code(self) -> ExitCode:

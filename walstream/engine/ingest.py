@@ -89,6 +89,11 @@ class IngestSession:
         self.persisted_position = 0
         """The newest idle position that is written down (by the heartbeat)."""
 
+    @property
+    def silence(self) -> float:
+        """Seconds since anything arrived on the stream."""
+        return time.monotonic() - self._stream.last_heard
+
     def stop(self) -> None:
         """Ask :meth:`run` to order what it has received, confirm it as far as possible, and return."""
         self._stopping.set()

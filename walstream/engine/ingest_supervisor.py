@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg2
 
@@ -21,6 +21,7 @@ from walstream.config import Settings, quote
 from walstream.errors import Fenced, WalstreamError
 from walstream.ledger.identity import Identity, check_identity
 from walstream.lsn import format_lsn
+from walstream.metrics import METRICS
 from walstream.order.buffer import HotBuffer
 from walstream.order.compaction import Compactor
 from walstream.order.seen import SeenSeqs
@@ -34,7 +35,7 @@ from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Lease
 from .ledger_watch import LedgerWatch
-from .order_store import FencedStore
+from .order_store import COUNTERS, FencedStore
 from .orderer import Orderer
 from .partition_watch import warn_of_partitions
 from .reconciler import Reconciler
@@ -66,11 +67,14 @@ class Ports:
     open_stream: Callable[..., MessageStream]
 
 
+INGEST_STATES: Final = ("starting", "standby", "streaming", "reconnecting", "stopped", "failed")
+
+
 @dataclass(frozen=True, slots=True)
 class IngestState:
     """What ingest is doing, for `status`, logs and health checks."""
 
-    state: str  # starting, standby, streaming, reconnecting, stopped, failed
+    state: str  # one of INGEST_STATES
     since: float
     error: WalstreamError | None = None
     generation: int = 0
@@ -96,6 +100,10 @@ class IngestSupervisor:
         self._session: IngestSession | None = None
         self._thread = threading.Thread(target=self._supervise, name="walstream-ingest", daemon=True)
         self.state = IngestState("starting", time.monotonic())
+        for name in (*COUNTERS, "ingest_reconnects_total"):
+            METRICS.add(
+                name, 0
+            )  # a counter that begins with its first event hides that one from whoever watches it rise
 
     def start(self) -> None:
         self._thread.start()
@@ -115,6 +123,17 @@ class IngestSupervisor:
         """What ended ingest for good."""
         state = self.state
         return state.error if state.state == "failed" else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread works, or was told to stop."""
+        return self._thread.is_alive() or self._thread.ident is None or self._stopping.is_set()
+
+    @property
+    def silence(self) -> float | None:
+        """Seconds since anything arrived on the stream; ``None`` while there is no session."""
+        session = self._session
+        return None if session is None else session.silence
 
     def _supervise(self) -> None:
         attempt = 0
@@ -146,6 +165,7 @@ class IngestSupervisor:
             pause = min(self._settings.retry_cap_seconds, 0.1 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
             log.warning("ingest reconnects in %.1f s (attempt %d): %s", pause, attempt, error)
             self._become("reconnecting", error)
+            METRICS.add("ingest_reconnects_total")
             self._stopping.wait(pause)
         self._become("stopped")
 

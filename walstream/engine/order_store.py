@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from walstream.config import MiB, quote
 from walstream.errors import WalstreamError
 from walstream.lsn import format_lsn
+from walstream.metrics import METRICS
 from walstream.order.segment import Segment
 from walstream.order.writer import OrderWriter, Snapshot
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from .ingest import IngestSession, MessageStream
     from .orderer import Orderer
+
+COUNTERS: Final = ("ingest_events_total", "ingest_recovered_total", "ingest_violations_total")
+"""What the heartbeat counts, as metrics of the process."""
 
 _VIOLATIONS: Final = 10_000  # in one statement
 
@@ -123,6 +127,8 @@ class FencedStore:
             (self._lease.seconds, events, recovered, violations, format_lsn(position)),
         )
         self._counted = counts
+        for name, risen in zip(COUNTERS, (events, recovered, violations), strict=True):
+            METRICS.add(name, risen)
         if idle:
             self._idle_written, self._idle_written_at = idle, time.monotonic()
             session.persisted_position = idle

@@ -162,6 +162,7 @@ class LaneRunner:
     def _read_and_deliver(self, source: EventSource) -> None:
         unparking = self._unparking = Unparking(self._desk, self, source, self._lane, self._lanes)
         read_to = self._the_delivery.position
+        self._show_position()
         limit = max(self._desk.options.batch, READ_LIMIT)
         flush_at = time.monotonic() + FLUSH_SECONDS
         try:
@@ -197,6 +198,11 @@ class LaneRunner:
         if through > self._the_delivery.position:
             self._the_delivery.deliver((), (), through)
             self._progress += 1
+            self._show_position()
+
+    def _show_position(self) -> None:
+        position, name = self._the_delivery.position, self._desk.options.name
+        self._desk.metrics.set("projector_position", position, projector=name, lane=str(self._lane))
 
     def _deliver_all(self, kept: Sequence[Event], through: int) -> None:
         batches = list(cut(kept, self._desk.options.batch))
@@ -205,7 +211,7 @@ class LaneRunner:
             last = batch[-1]
             metrics, name = self._desk.metrics, self._desk.options.name
             metrics.add("projector_events_total", len(batch), projector=name)
-            metrics.set("projector_position", last.offset, projector=name, lane=str(self._lane))
+            self._show_position()
             if last.commit.time_us:
                 lag = time.time() - (last.commit.time_us / 1e6 + _POSTGRES_EPOCH_UNIX)
                 metrics.set("projector_lag_seconds", max(0.0, lag), projector=name, lane=str(self._lane))

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from walstream.config import Settings
 from walstream.errors import ConfigError, WalstreamError
@@ -19,6 +20,9 @@ from .projector_runner import ProjectorRunner
 from .supply import Supply
 
 log = logging.getLogger("walstream.runner")
+
+NOT_WELL: Final = frozenset({"halted", "hung", "stopped"})
+"""States of a projector that makes no progress, and will not by itself."""
 
 
 class RunnerGroup:
@@ -53,6 +57,9 @@ class RunnerGroup:
             ProjectorRunner(projector, options, self._supply, self._exit)
             for projector, options in resolve(projectors, settings)
         ]
+        for runner in self._runners:
+            for counter in ("projector_events_total", "projector_parked_total", "projector_unparked_total"):
+                metrics.add(counter, 0, projector=runner.options.name)
         self._keeper = Keeper(
             settings.namespace,
             self._runners,
@@ -118,12 +125,14 @@ class RunnerGroup:
     @property
     def healthy(self) -> bool:
         """Nothing ended, halted or hangs, and the database answers."""
-        bad = {"halted", "hung", "stopped"}
         return (
-            self._error is None
-            and (self._keeper.connected or not self._runners)
-            and not any(state in bad for state, _ in self.states().values())
+            self._error is None and self.connected and not any(state in NOT_WELL for state, _ in self.states().values())
         )
+
+    @property
+    def connected(self) -> bool:
+        """Whether the database answered the keeper of the leases; it has nothing to ask if there are no projectors."""
+        return self._keeper.connected or not self._runners
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """Projector -> its state here (also ``standby``), and why, if it is not well."""

@@ -66,6 +66,7 @@ class SlotReader:
         self._name = name
         self._clock = clock
         self._samples: deque[_Sample] = deque()
+        self._read_at: dict[str, float] = {}
 
     def look(self, connection: Connection) -> Look:
         """Read everything on a connection in autocommit."""
@@ -80,7 +81,12 @@ class SlotReader:
         before = self._before(sample)
         disk = free_disk(connection, server)
         rate = None if before is None else _rate(before.wal_end, sample.wal_end, sample.at - before.at)
-        readings = [_reading(slot, server, disk, open_now, rate, _growth(before, sample, slot.name)) for slot in found]
+        readings = [
+            _reading(
+                slot, server, disk, open_now, rate, _growth(before, sample, slot.name), self._alone(slot, sample.at)
+            )
+            for slot in found
+        ]
         if self._name is not None and not readings:
             readings = [SlotReading(self._name, exists=False)]
         return Look(tuple(readings), server.wal_end, rate)
@@ -90,6 +96,16 @@ class SlotReader:
             return logical_slots(connection)
         slot = slot_facts(connection, self._name)
         return () if slot is None else (slot,)
+
+    def _alone(self, slot: SlotFacts, now: float) -> float | None:
+        """Seconds without a reader: as the server says, or since a look that saw one (before 17 it does not say)."""
+        if slot.active:
+            self._read_at[slot.name] = now
+            return None
+        if slot.inactive_seconds is not None:
+            return max(0.0, slot.inactive_seconds)
+        seen = self._read_at.get(slot.name)
+        return None if seen is None else now - seen
 
     def _before(self, sample: _Sample) -> _Sample | None:
         """The sample to compare with, which is the oldest one within the window."""
@@ -127,6 +143,7 @@ def _reading(
     open_now: Sequence[Blocker],
     wal_rate: float | None,
     growth: float | None,
+    inactive_seconds: float | None,
 ) -> SlotReading:
     bound = server.slot_keep_bytes
     confirmed = slot.confirmed_flush_lsn
@@ -142,7 +159,7 @@ def _reading(
         safe=slot.safe_wal_size,
         bound=None if bound == UNBOUNDED else bound,
         free_disk=disk,
-        inactive_seconds=None if slot.active else slot.inactive_seconds,
+        inactive_seconds=inactive_seconds,
         idle_timeout=float(server.settings.get("idle_replication_slot_timeout", "0")),
         wal_rate=wal_rate,
         growth=growth,

@@ -126,14 +126,21 @@ class Watch:
         settings: of the stream.
         guard: does the rounds.
         on_report: called after each round, from the watcher's thread.
+        delay: seconds before the first round, for a process that begins to read the slot itself.
     """
 
     def __init__(
-        self, settings: Settings, guard: Guard, on_report: Callable[[Report], None] = lambda _report: None
+        self,
+        settings: Settings,
+        guard: Guard,
+        on_report: Callable[[Report], None] = lambda _report: None,
+        *,
+        delay: float = 0.0,
     ) -> None:
         self._settings = settings
         self._guard = guard
         self._on_report = on_report
+        self._delay = delay
         self._said: dict[str, tuple[State, tuple[str, ...], float]] = {}
         self._storming: set[str] = set()
         self._failing = False
@@ -156,6 +163,7 @@ class Watch:
 
     def _run(self) -> None:
         connection: Connection | None = None
+        self._stopping.wait(self._delay)
         while not self._stopping.is_set():
             try:
                 if connection is None or connection.closed:

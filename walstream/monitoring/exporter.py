@@ -1,0 +1,76 @@
+"""Metrics in the text that Prometheus reads, from memory alone: a scrape asks neither the server nor another thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from walstream.metrics import Metrics, Sample
+
+from .catalogue import CATALOGUE, PREFIX, Described
+
+log = logging.getLogger("walstream.monitoring")
+
+Source = Callable[[], Iterable[Sample]]
+"""Gives the samples of the moment; quickly, and without waiting for anything."""
+
+
+class Exporter(Collector):
+    """Renders a set of metrics and what further sources give.
+
+    Args:
+        metrics: counters and gauges.
+        sources: asked at each scrape. One that fails is left out, and logged.
+    """
+
+    def __init__(self, metrics: Metrics, sources: Iterable[Source]) -> None:
+        self._metrics = metrics
+        self._sources = tuple(sources)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def render(self, accept: str) -> tuple[str, bytes]:
+        """Content type and body, in the newest form that the scraper accepts."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a metric of the catalogue that has samples now."""
+        found: dict[str, list[Sample]] = {}
+        for sample in self._samples():
+            found.setdefault(sample.name, []).append(sample)
+        for described in CATALOGUE:
+            if described.name in found:
+                yield _family(described, found[described.name])
+
+    def _samples(self) -> Iterator[Sample]:
+        yield Sample("build_info", (("version", _version()),), 1.0, counter=False)
+        yield from self._metrics.snapshot()
+        for source in self._sources:
+            try:
+                yield from list(source())
+            except Exception:
+                log.exception("a part of the metrics is missing")
+
+
+def _family(described: Described, samples: Iterable[Sample]) -> Metric:
+    kind = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
+    family = kind(PREFIX + described.name, described.meaning, labels=described.labels)
+    for sample in samples:
+        labels = dict(sample.labels)
+        family.add_metric([labels.get(name, "") for name in described.labels], sample.value)
+    return family
+
+
+def _version() -> str:
+    try:
+        return version("walstream")
+    except PackageNotFoundError:
+        return "unknown"
