@@ -145,7 +145,7 @@ class AuditTrail:
         """
         self._settings = settings
         try:
-            self._make_directory(events, first)
+            self._make_directory(events[0], settings, first)
             with self._directory.held() as changed:
                 self._refresh(changed)
                 self._write(events, settings, first)
@@ -172,10 +172,18 @@ class AuditTrail:
 
     # -- the files, as they are -------------------------------------------------------------------------------------
 
-    def _make_directory(self, events: Sequence[Event], first: int | None) -> None:
+    def _make_directory(self, event: Event, settings: Settings, first: int | None) -> None:
         # Only for a chain that may begin: whoever lost a mount must not be given an empty folder in its place.
-        if self._open is None and (first is None or events[0].offset == first):
+        if self._open is None and not self.path.exists() and self._beginning(event, settings, first) is not None:
             self.path.mkdir(exist_ok=True)
+
+    def _beginning(self, event: Event, settings: Settings, first: int | None) -> int | None:
+        """The offset that a new chain begins with, if it may begin with this event: nothing is missing before it but
+        what is gone by declaration."""
+        if first is None or event.offset == first:
+            return event.offset
+        before = self._ask(settings, first, event.offset - 1)
+        return first if before and all(place.reason is not None for place in before) else None
 
     def _refresh(self, changed: bool) -> None:
         """Know the files again if somebody else has had them, or somebody changed them."""
@@ -263,14 +271,12 @@ class AuditTrail:
 
     def _begin(self, event: Event, settings: Settings, first: int | None, now: bytes) -> None:
         """Begin a chain: its first record says where."""
-        begins = event.offset if first is None else first
-        if event.offset != begins:
-            gap = self._ask(settings, begins, event.offset - 1)
-            if any(place.reason is None for place in gap) or not gap:
-                raise RetryLater(
-                    f"{self.path} holds no chain, and the projector stands at offset {event.offset - 1}: is the disk "
-                    f"mounted? To begin a chain there, give the projector start = {event.offset}"
-                )
+        begins = self._beginning(event, settings, first)
+        if begins is None:
+            raise RetryLater(
+                f"{self.path} holds no chain, and the projector stands at offset {event.offset - 1}: is the disk "
+                f"mounted? To begin a chain there, give the projector start = {event.offset}"
+            )
         if not self._voucher.signs:
             log.warning("heads of %s are not signed: whoever can write there can make another chain", self.path)
         pen = Pen()
