@@ -141,6 +141,11 @@ def test_a_deadline_may_be_so_much_time_by_the_clock_of_the_server(desk: Desk) -
     deadline = desk.get(desk.ask(deadline=timedelta(days=7, microseconds=1))).deadline
     assert deadline is not None
     assert timedelta(days=6, hours=23) < deadline - datetime.now(UTC) < timedelta(days=7, hours=1)
+    for wait in (timedelta(days=36500, seconds=3599, microseconds=999999), timedelta(days=-40, microseconds=-1)):
+        asked = desk.get(desk.ask(deadline=wait))
+        assert asked.deadline is not None
+        assert asked.requested_at is not None
+        assert abs(asked.deadline - asked.requested_at - wait) < timedelta(seconds=5)
 
 
 def test_after_the_deadline_it_is_rejected(desk: Desk) -> None:

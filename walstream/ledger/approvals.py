@@ -125,7 +125,7 @@ class Approvals:
         if isinstance(deadline, datetime) and deadline.utcoffset() is None:
             raise ValueError("a deadline needs an offset: datetime.now(UTC) has one")
         until = deadline.isoformat() if isinstance(deadline, datetime) else None
-        wait = f"{deadline // timedelta(microseconds=1)} microseconds" if isinstance(deadline, timedelta) else None
+        wait = _interval(deadline) if isinstance(deadline, timedelta) else None
         text = json_text(action, root="action")
         values = (*lease_of(job, token), text, until, wait, _word(reason))
         ((request,),) = self._call(_REQUEST, values, on, "request_approval", name_of(job))
@@ -204,6 +204,12 @@ class Approvals:
     def _call(self, sql: Statement, values: tuple[Any, ...], on: Any, function: str, what: str) -> Rows:
         doing = "decide approvals" if function == "decide_approval" else "work on approvals"
         return call(self._settings, sql, values, on, function=function, what=what, doing=doing)
+
+
+def _interval(time: timedelta) -> str:
+    """In hours, because days are not all equally long; and no part of it too large for PostgreSQL 14."""
+    hours, rest = divmod(time, timedelta(hours=1))
+    return f"{hours:+d} hours {rest.seconds:+d} seconds {rest.microseconds:+d} microseconds"
 
 
 def _word(reason: str | None) -> str | None:
