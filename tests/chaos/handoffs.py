@@ -93,15 +93,17 @@ class Forks:
     """A process that forks workers: one for many tests, because it takes a second to start."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.worker_process"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.worker_process"],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -112,6 +114,8 @@ class Forks:
         return answer
 
     def close(self) -> None:
+        if self._process is None:
+            return
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -209,7 +213,8 @@ class Workers:
     def options(self, **options: Any) -> dict[str, Any]:
         """What workers here are made with."""
         quick = {"lease_seconds": 0.5, "poll_seconds": 0.05, "drain_seconds": 5.0, "retry_cap_seconds": 0.2}
-        return {"agent": AGENT, "concurrency": 1, "retry_first": 0.05, **quick, **options}
+        named = {"agent": AGENT, "slot": self.settings.slot}
+        return {**named, "concurrency": 1, "retry_first": 0.05, **quick, **options}
 
     def start(self, *, kill_at: int | None = None, turns: int | None = None, dsn: str = "", **options: Any) -> int:
         """A worker's process; its id.

@@ -18,11 +18,12 @@ import psycopg2
 import pytest
 from psycopg2.extensions import make_dsn, parse_dsn
 
+from tests.chaos.consumer import Consumer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.handoffs import AGENT, Forks, Workers
 from tests.chaos.worker_process import Turns
 from tests.conftest import Database
-from tests.integration.streams import eventually
+from tests.integration.streams import Installed, eventually
 from walstream import ApprovalRefused, Approvals, Worker
 from walstream.postgres import PostgresServer
 
@@ -339,7 +340,7 @@ class Decider:
         approvals = Approvals(self._workers.settings)
         while not self._over.wait(0.02):
             # A server that was away: the decision either stands or it does not, and what is open says which.
-            with contextlib.suppress(psycopg2.OperationalError, psycopg2.InterfaceError, ApprovalRefused):
+            with contextlib.suppress(psycopg2.Error, ApprovalRefused):
                 conn = psycopg2.connect(self._workers.database.dsn)
                 with contextlib.closing(conn):
                     conn.autocommit = True
@@ -429,3 +430,87 @@ def test_a_zombie_that_asks_with_a_stale_token_is_refused(workers: Workers) -> N
     assert workers.database.execute("SELECT count(*) FROM walstream.approvals") == [(0,)]
     assert workers.database.execute("SELECT count(*) FROM agent_events WHERE event_type LIKE 'approval.%%'") == [(0,)]
     workers.check()
+
+
+# -- from the emitter to the effect ----------------------------------------------------------------------------------
+
+
+def emitters(workers: Workers, sessions: int, keys: int) -> None:
+    """Three at once, each of whom emits every handoff under its one key; half of what they begin they roll back."""
+
+    def emit(seed: int) -> None:
+        chance = random.Random(seed)
+        with contextlib.closing(psycopg2.connect(workers.database.dsn)) as conn:
+            for number in chance.sample(range(keys), keys):
+                session = str(uuid.UUID(int=0x4000 + number % sessions))
+                for again in (True, False):
+                    payload = {"to": AGENT, "message": {"sleep": 0.01, "number": number}}
+                    key = f"undone-{number}" if again and number % 3 == 0 else f"emit-{number}"
+                    workers.ledger.append(session, "planner", "handoff.emitted", payload, key=key, on=conn)
+                    if again and (number % 3 == 0 or chance.random() < 0.3):
+                        conn.rollback()
+                    else:
+                        conn.commit()
+
+    threads = [threading.Thread(target=emit, args=(seed,)) for seed in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+
+
+def pipeline(workers: Workers, installed: Installed, handoffs: int, kills: int) -> None:
+    """Two processes with two routers each, one of which stands by, and twenty workers; all of them are killed."""
+    flags = {"SLOT": installed.settings.slot, "LEASE_SECONDS": "1", "POLL_SECONDS": "0.1"}
+    target = "tests.chaos.handoff_routers:stream"
+    with contextlib.ExitStack() as stack:
+        consumers = [
+            stack.enter_context(
+                Consumer(workers.database.dsn, workers.folder / f"router-{n}", target=target, settings=flags)
+            )
+            for n in range(2)
+        ]
+        pids = [workers.start(concurrency=10), workers.start(concurrency=10)]
+        emitting = threading.Thread(target=emitters, args=(workers, 12, handoffs))
+        emitting.start()
+        chance = random.Random(47)
+
+        def completed() -> int:
+            return int(workers.database.execute("SELECT count(*) FROM effects")[0][0])
+
+        for number in range(kills):
+            wanted = 1 + number * handoffs // (kills + 1)
+            eventually(lambda wanted=wanted: completed() >= wanted, "handoffs get through", 60)  # type: ignore[misc]
+            consumers[number % 2].kill()
+            workers.kill(pids.pop(chance.randrange(2)))
+            consumers[number % 2].start()
+            pids.append(workers.start(concurrency=10))
+        emitting.join(60)
+        eventually(lambda: completed() >= handoffs and workers.unfinished() == 0, "every handoff ran", 120)
+        # Both routers have passed by all of it, follow-ups included.
+        eventually(
+            lambda: workers.database.execute("SELECT count(*) FROM walstream.dead_letters") == [(handoffs,)],
+            "what the workers handed off was routed too",
+            60,
+        )
+        for consumer in consumers:
+            assert consumer.terminate() == 0, consumer.output
+    workers.check()
+    assert workers.database.execute("SELECT count(*), count(DISTINCT event_seq) FROM agent_jobs") == [
+        (handoffs, handoffs)
+    ]
+
+
+def test_two_routers_twenty_workers_and_emitters_that_roll_back_and_repeat(
+    forks: Forks, database: Database, tmp_path: Path
+) -> None:
+    installed = Installed(database)
+    with contextlib.closing(Workers(forks, database, tmp_path, installed.settings)) as workers:
+        pipeline(workers, installed, 40, 1)
+
+
+@pytest.mark.slow
+def test_two_routers_and_twenty_workers_killed_forty_times(forks: Forks, database: Database, tmp_path: Path) -> None:
+    installed = Installed(database)
+    with contextlib.closing(Workers(forks, database, tmp_path, installed.settings)) as workers:
+        pipeline(workers, installed, 1000, 20)
