@@ -9,12 +9,11 @@ from typing import Final
 
 import orjson
 
-from .record import CHAIN, DIGEST, ERASURE, HASH, HEADER_AT, NO_HASH, PAYLOAD_MARK, PREV, NoRecord, Record, parse
+from .record import CHAIN, ERASURE, HEADER_AT, NO_HASH, PAYLOAD_MARK, NoRecord, Record, parse
 
-_BEGINNING: Final = b'{"hash":"'
-_BETWEEN: Final = b'","header":{"prev":"'
-_DIGEST_MARK: Final = b'","sha256":"'
-_SEARCH_FROM: Final = DIGEST.stop
+_BEGINNING: Final = b'{"hash":"%b","header":{"prev":"%b","sha256":"%b","n":%d,"kind":"event","offset":%d,"seq":'
+_MARK_LENGTH: Final = len(PAYLOAD_MARK)
+_SEARCH_FROM: Final = 233  # behind the digests
 
 
 class Broken(Exception):
@@ -71,25 +70,18 @@ class Link:
         Raises:
             Broken: the first line that does not follow. The link then stands behind the one before it.
         """
-        digest_of, begin, between, mark = sha256, _BEGINNING, _BETWEEN, _DIGEST_MARK
+        digest_of = sha256
         n, prev, offset, events = self.n, self.hash, self.offset, self.events
         for index, line in enumerate(lines):
             # The short way, for what nearly every line is: an event with its payload, one further than the one before.
-            place = b"" if offset is None else b'","n":%d,"kind":"event","offset":%d,"seq":' % (n + 1, offset + 1)
-            if (
-                place
-                and line.startswith(place, DIGEST.stop)
-                and line[PREV] == prev
-                and line[:9] == begin
-                and line[73:93] == between
-                and line[157:169] == mark
-                and (end := line.find(PAYLOAD_MARK, _SEARCH_FROM)) > 0
-                and line[-1:] == b"}"
-            ):
+            # What its digests come to, and what has to stand beside them, is put together and compared at once.
+            end = line.find(PAYLOAD_MARK, _SEARCH_FROM)
+            if end > 0 and offset is not None:
                 own = digest_of(line[HEADER_AT : end + 1]).hexdigest().encode()
-                if own == line[HASH] and digest_of(line[end + 12 : -1]).hexdigest().encode() == line[DIGEST]:
+                payload = digest_of(line[end + _MARK_LENGTH : -1]).hexdigest().encode()
+                if line.startswith(_BEGINNING % (own, prev, payload, n + 1, offset + 1)) and line[-1:] == b"}":
                     n += 1
-                    offset = (offset or 0) + 1
+                    offset += 1
                     events += 1
                     prev = own
                     if n in wanted:

@@ -44,11 +44,8 @@ _FIXED: Final = re.compile(
     rb'\{"hash":"([0-9a-f]{64})","header":\{"prev":"([0-9a-f]{64})","sha256":"([0-9a-f]{64})",'
     rb'"n":([1-9][0-9]{0,18}),"kind":"([a-z-]{1,32})"(?:,"offset":([1-9][0-9]{0,18}),"seq":(-?[0-9]{1,19}))?[,}]'
 )
-# Where the fixed parts stand in every line.
-HASH: Final = slice(9, 73)
 HEADER_AT: Final = 84
-PREV: Final = slice(93, 157)
-DIGEST: Final = slice(169, 233)
+"""Where the header begins in every line."""
 # Each can follow the header's end only: inside of a string its quotes would be escaped, and no object in a header is
 # followed by a key of these names.
 PAYLOAD_MARK: Final = b'},"payload":'
@@ -56,6 +53,7 @@ _TEXT_MARK: Final = b'},"payload_text":'
 _ERASED_MARK: Final = b'},"erased":'
 
 
+_OF_A_TIME: Final = b"0123456789-+:. "
 _NAMES_KEPT: Final = 10_000
 
 
@@ -186,19 +184,29 @@ class Pen:
         who = self._names.get(row[1:4])
         if who is None:
             who = self._remember(row[1:4])
+        created = row[5]
+        if created is None:
+            at = b"null"
+        elif created.strip(_OF_A_TIME):  # a mapped column can be of another type, and hold anything
+            at = orjson.dumps(created.decode())
+        else:
+            at = b'"%b"' % created
         # `extras` is never the last: see PAYLOAD_MARK.
-        rest = b'"kind":"event","offset":%d,"seq":%d,"key":%b:%d",%b,"created_at":%b%b%b,"recorded_at":%b' % (
-            event.offset,
-            row[0],
-            self._key_prefix,
-            row[0],
-            who,
-            b"null" if row[5] is None else orjson.dumps(row[5].decode()),
-            self._commit_fields,
-            b"" if row[6] is None else b',"extras":' + orjson.dumps(event.extras),
-            recorded_at,
+        return self._line(
+            b'"kind":"event","offset":%d,"seq":%d,"key":%b:%d",%b,"created_at":%b%b%b,"recorded_at":%b'
+            % (
+                event.offset,
+                row[0],
+                self._key_prefix,
+                row[0],
+                who,
+                at,
+                self._commit_fields,
+                b"" if row[6] is None else b',"extras":' + orjson.dumps(event.extras),
+                recorded_at,
+            ),
+            row[4],
         )
-        return self._line(rest, row[4])
 
     def _remember(self, names: tuple[bytes, bytes, bytes]) -> bytes:
         if len(self._names) >= _NAMES_KEPT:
