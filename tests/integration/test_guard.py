@@ -309,13 +309,15 @@ def test_only_the_slot_that_is_named_is_dropped_and_only_above_its_bound(
     assert guard(database.dsn, slot, "--all", "--config", below).json["acted"] == []
     assert exists(database, other)
     above = configuration(tmp_path, f'drop = {{ slot = "{other}", above = "1MB" }}')
-    assert guard(database.dsn, slot, "--config", above).json["acted"] == []  # it is not the one that is looked at
-    called = guard(database.dsn, slot, "--all", "--config", above)
+    called = guard(database.dsn, slot, "--config", above)  # the slot of the rule is looked at as well
     (said,) = called.json["acted"]
     assert said.startswith(f"slot {other} was dropped")
     assert called.exit_code == 2
     assert not exists(database, other)
     assert exists(database, slot)
+    called = guard(database.dsn, slot, "--config", above)  # and what is gone by its own rule is no alarm afterwards
+    assert [each["name"] for each in called.json["slots"]] == [slot]
+    assert called.json["acted"] == []
 
 
 def test_a_slot_in_use_is_dropped_only_if_that_is_meant(stream: Installed, database: Database) -> None:
@@ -404,6 +406,41 @@ def test_an_agent_in_a_loop_is_an_alarm(database: Database, stream: Installed) -
     assert report.state is not None
     assert report.state >= 1
     connection.close()
+
+
+def test_a_rule_that_cannot_be_followed_is_said_once(
+    stream: Installed, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    slot = stream.settings.slot
+    rule = DropRule(slot=slot, above=1)
+    settings = stream.settings.model_copy(update={"guard": GuardSettings(interval_seconds=0.1, drop=rule)})
+    reports: list[Report] = []
+    with stream.host():
+        stream.wait_ordered()
+        eventually(
+            lambda: database.execute("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s AND active", slot),
+            "it is read",
+        )
+        watch = Watch(settings, Guard(settings, may_drop=True), reports.append)
+        watch.start()
+        eventually(lambda: len(reports) > 4, "it has looked often")
+        watch.stop()
+    said = [record.getMessage() for record in caplog.records if "is not dropped" in record.getMessage()]
+    assert len(said) == 1
+    assert exists(database, slot)
+
+
+def test_a_look_that_hangs_leaves_nothing_known(stream: Installed) -> None:
+    settings = stream.settings.model_copy(update={"guard": GuardSettings(interval_seconds=0.1)})
+    watch = Watch(settings, Guard(settings))
+    watch.start()
+    eventually(lambda: watch.latest is not None and watch.latest.error is None, "it has looked")
+    watch.stop()
+    assert watch._latest is not None
+    watch._latest = replace(watch._latest, at=time.time() - 61)
+    assert watch.latest is not None
+    assert watch.latest.state is None
+    assert "ago" in str(watch.latest.error)
 
 
 @pytest.fixture

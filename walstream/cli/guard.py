@@ -214,7 +214,7 @@ def lines(report: Report) -> list[str]:
     details = [
         *said[1:],
         *(f"to do: {finding.remedy}" for finding in findings),
-        *(f"done: {each}" for each in report.acted),
+        *(f"drop: {each}" for each in report.acted),
     ]
     # A | begins performance data, wherever it stands.
     rows = [console.redact(line).replace("|", "/") for line in (first, *details)]

@@ -48,22 +48,22 @@ def drop_if_due(connection: Connection, rule: DropRule | None, slot: SlotReading
     """
     if rule is None or not due(rule, slot):
         return False, ""
-    above = f"{size(slot.retained)} retained, above the {size(rule.above)} of [guard] drop"
+    # Without the figure, what is said each time is the same each time, and is logged once.
+    above = f"it keeps more than the {size(rule.above)} of [guard] drop"
     if slot.active and not rule.active:
-        said = f"slot {slot.name} is not dropped ({above}), because it is in use: {slot.holder or 'by somebody'}"
-        log.warning("%s; `active = true` in the rule would end that session", said)
-        return False, said
+        return False, (
+            f"slot {slot.name} is not dropped, although {above}: it is in use by {slot.holder or 'somebody'}, and the"
+            " rule does not say `active = true`"
+        )
     if slot.active:
         log.warning("slot %s is in use, and is dropped all the same (%s): ending %s", slot.name, above, slot.holder)
     try:
         dropped = _drop(connection, slot.name, end_reader=rule.active)
     except (WalstreamError, psycopg2.Error) as raised:
         error = classify(raised, doing=f"dropping slot {slot.name}")
-        log.error("slot %s could not be dropped (%s): %s", slot.name, above, error)
-        return False, f"slot {slot.name} could not be dropped: {error}"
-    said = f"slot {slot.name} was dropped: {above}" + (f"; it was in use: {slot.holder}" if slot.active else "")
-    log.warning("%s", said)
-    return dropped, said
+        return False, f"slot {slot.name} could not be dropped, although {above}: {error}"
+    used = f"; it was in use: {slot.holder}" if slot.active else ""
+    return dropped, f"slot {slot.name} was dropped, with {size(slot.retained)}: {above}{used}"
 
 
 def _drop(connection: Connection, name: str, *, end_reader: bool) -> bool:

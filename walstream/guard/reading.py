@@ -59,11 +59,15 @@ class SlotReader:
 
     Args:
         name: the slot to look at; ``None`` for all logical ones of the server.
+        also: another one, if it is there.
         clock: seconds that never go back.
     """
 
-    def __init__(self, name: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str | None, *, also: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = name
+        self._also = also
         self._clock = clock
         self._samples: deque[_Sample] = deque()
         self._read_at: dict[str, float] = {}
@@ -87,15 +91,15 @@ class SlotReader:
             )
             for slot in found
         ]
-        if self._name is not None and not readings:
-            readings = [SlotReading(self._name, exists=False)]
+        if self._name is not None and all(slot.name != self._name for slot in found):
+            readings.insert(0, SlotReading(self._name, exists=False))
         return Look(tuple(readings), server.wal_end, rate)
 
     def _slots(self, connection: Connection) -> Sequence[SlotFacts]:
         if self._name is None:
             return logical_slots(connection)
-        slot = slot_facts(connection, self._name)
-        return () if slot is None else (slot,)
+        names = dict.fromkeys((self._name, self._also or self._name))
+        return [slot for slot in (slot_facts(connection, name) for name in names) if slot is not None]
 
     def _alone(self, slot: SlotFacts, now: float) -> float | None:
         """Seconds without a reader: as the server says, or since a look that saw one (before 17 it does not say)."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import psycopg2
 
 from walstream.config import MiB, Settings
-from walstream.errors import WalstreamError
-from walstream.figures import size
+from walstream.errors import Unavailable, WalstreamError
+from walstream.figures import duration, size
 from walstream.source.connection import connect
 from walstream.source.failures import classify
 
@@ -34,6 +34,10 @@ log = logging.getLogger("walstream.guard")
 
 LEAST_WAL: Final = 1.0 * MiB  # bytes a second below which no WAL is a storm
 LEAST_EVENTS: Final = 10.0  # and events of an agent
+
+_STALE_SECONDS: Final = 60.0
+_STALE_LOOKS: Final = 4
+"""A report is old after so many seconds and so many intervals."""
 
 _REMIND: Final = 600.0  # seconds after which what has not changed is said again
 _LEVELS: Final = {
@@ -79,14 +83,14 @@ class Guard:
     Args:
         settings: of the stream; its slot is watched, and its ledger's agents.
         every_slot: all logical slots of the server instead.
-        may_drop: follow ``[guard] drop``.
+        may_drop: follow ``[guard] drop``; the slot that it names is looked at as well.
     """
 
     def __init__(self, settings: Settings, *, every_slot: bool = False, may_drop: bool = False) -> None:
         self._limits = settings.guard
         self._allow_unbounded = settings.allow_unbounded_slot
-        self._reader = SlotReader(None if every_slot else settings.slot)
         self._rule = settings.guard.drop if may_drop else None
+        self._reader = SlotReader(None if every_slot else settings.slot, also=self._rule.slot if self._rule else None)
         self._agents = AgentRates(settings.ledger)
         factor = settings.guard.storm_factor
         self._wal = Baselines("wal", factor, LEAST_WAL)
@@ -143,19 +147,31 @@ class Watch:
         self._delay = delay
         self._said: dict[str, tuple[State, tuple[str, ...], float]] = {}
         self._storming: set[str] = set()
+        self._acted: tuple[str, ...] = ()
         self._failing = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="walstream-guard", daemon=True)
-        self.latest: Report | None = None
+        self._latest: Report | None = None
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float = 5.0) -> None:
+    def stop(self, timeout: float = 2.0) -> None:
         """End after the round at work."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
+
+    @property
+    def latest(self) -> Report | None:
+        """What the last round found. One that is old says that nothing is known: a look may hang in the network."""
+        found = self._latest
+        if found is None:
+            return None
+        age = time.time() - found.at
+        if age <= max(_STALE_SECONDS, _STALE_LOOKS * self._settings.guard.interval_seconds):
+            return found
+        return Report(found.at, error=Unavailable(f"the last look at the slots was {duration(age)} ago"))
 
     @property
     def alive(self) -> bool:
@@ -176,7 +192,7 @@ class Watch:
                 if not isinstance(raised, psycopg2.Error | WalstreamError):
                     log.exception("a fault of walstream in the guard")
                 report = Report(time.time(), error=classify(raised, doing="looking at the slots"))
-            self.latest = report
+            self._latest = report
             self._say(report)
             self._on_report(report)
             self._stopping.wait(self._settings.guard.interval_seconds)
@@ -199,6 +215,10 @@ class Watch:
         for storm in report.storms:
             if storm.name not in self._storming:
                 log.warning("%s", in_words(storm))
+        for said in report.acted:
+            if said not in self._acted:
+                log.warning("%s", said)
+        self._acted = report.acted
         self._storming = {storm.name for storm in report.storms}
 
     def _say_verdict(self, verdict: Verdict, now: float) -> None:
