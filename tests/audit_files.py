@@ -58,11 +58,11 @@ def crash(directory: Path, some: Sequence[Event], **options: Any) -> None:
     trail._directory.close()
 
 
-def settle(directory: Path, last: Event, **options: Any) -> None:
+def settle(directory: Path, last: Event, *, tries: int = 500, **options: Any) -> None:
     """Deliver ``last`` again and again, until every closed segment is compressed, described and (if so) archived."""
     trail = AuditTrail(directory, **options)
     try:
-        for _ in range(500):
+        for _ in range(tries):
             trail.record([last], SETTINGS)
             if not trail._unsettled:
                 return
