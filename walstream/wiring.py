@@ -32,7 +32,7 @@ _OWN_START: Final = 3.0
 def make_host(settings: Settings, projectors: Sequence[Projector], *, ingest: bool = True) -> Host:
     """A host for these projectors, with ingest (over a real replication connection) or without."""
     host = Host(settings, projectors, Ports(_slot_moved, ReplicationStream.open), ingest=ingest)
-    watch = Watch(settings, Guard(settings), delay=_OWN_START) if ingest else None
+    watch = Watch(settings, Guard(settings, watching=True), delay=_OWN_START) if ingest else None
     if watch is not None:
         host.accompany(watch)
     if settings.metrics_listen is not None:

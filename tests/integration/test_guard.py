@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 
 import psycopg2
 import pytest
-from psycopg2.extensions import connection, make_dsn
+from psycopg2.extensions import connection as Connection
+from psycopg2.extensions import make_dsn
 
 from tests.cli_calls import Called, call, ok
 from tests.conftest import Database, Server
@@ -160,12 +162,38 @@ def test_a_transaction_that_holds_wal_is_named(database: Database, stream: Insta
     assert (writer.closed or _ended(writer)) is not prepared
 
 
-def _ended(writer: connection) -> bool:
+def _ended(writer: Connection) -> bool:
     try:
         writer.cursor().execute("SELECT 1")
     except psycopg2.OperationalError:
         return True
     return False
+
+
+def test_a_slot_that_is_stuck_in_its_creation(database: Database) -> None:
+    """C47: it waits for an open transaction, delivers nothing, and keeps WAL; its position is NULL."""
+    name = f"half_{database.name[-8:]}"
+    writer = database.connect(application_name="the forgotten one")
+    writer.cursor().execute("CREATE TABLE t AS SELECT 1 AS n")
+    maker = database.connect()
+    maker.autocommit = True
+    creating = threading.Thread(
+        target=lambda: maker.cursor().execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
+    )
+    creating.start()
+    try:
+        eventually(lambda: exists(database, name), "the slot is there")
+        called = guard(database.dsn, name)
+        assert (called.exit_code, called.json["state"]) == (2, "critical"), called
+        cause = causes(called)["half_made"]
+        assert "the forgotten one" in cause["found"]
+        assert "pg_terminate_backend" in cause["remedy"]
+        (found,) = called.json["slots"]
+        assert (found["behind_bytes"], found["retained_bytes"] is None) == (None, False)
+    finally:
+        writer.rollback()
+        creating.join(30)
+    assert "half_made" not in causes(guard(database.dsn, name))
 
 
 # -- a server of one's own: bounds, loss, forecasts -------------------------------------------------------------
@@ -247,6 +275,12 @@ def test_what_the_server_is_set_to(small: Small, server: Server) -> None:
         small.execute("SELECT pg_reload_conf()")
         eventually(lambda: small.execute(f"SHOW {name}") == [(value,)], "the setting is there")
 
+    # Over a Unix socket the disk is this machine's, and can be seen; over TCP it may be anybody's.
+    (found,) = guard(small.dsn, small.slot).json["slots"]
+    disk = os.statvfs(small.server.data_dir / "pg_wal")
+    assert found["free_disk_bytes"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
+    (found,) = guard(small.server.dsn("ledger", tcp=True), small.slot).json["slots"]
+    assert found["free_disk_bytes"] is None
     set_to("max_slot_wal_keep_size", "-1")
     called = guard(small.dsn, small.slot)
     assert called.exit_code == 1
@@ -282,6 +316,27 @@ def test_a_role_that_may_see_little_is_told_what_it_can(
         for _ in range(3):
             assert one.round(connection).error is None
     assert sum("are not watched" in record.getMessage() for record in caplog.records) == 1
+    connection.close()
+
+
+def test_the_age_of_a_transaction_that_may_not_be_seen(database: Database, stream: Installed, stranger: str) -> None:
+    def look(reader: SlotReader) -> float | None:
+        (reading,) = reader.look(connection).slots
+        assert reading.transaction is not None
+        return reading.transaction.seconds
+
+    now = 0.0
+    connection = guard_connection(stream.settings.model_copy(update={"dsn": stranger}))
+    once = SlotReader(stream.settings.slot)
+    watcher = SlotReader(stream.settings.slot, watching=True, clock=lambda: now)
+    writer = database.connect()
+    for number in (1, 2):
+        writer.cursor().execute(f"CREATE TABLE t{number} AS SELECT 1 AS n")
+        assert look(once) is None
+        assert look(watcher) == 0
+        now += 40
+        assert look(watcher) == 40
+        writer.commit()
     connection.close()
 
 

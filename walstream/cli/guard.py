@@ -124,7 +124,7 @@ def _watch(settings: Settings, every_slot: bool, as_json: bool) -> None:
         return Health(watcher.alive, {"guard": part}, starting=found is None)
 
     settings.require_dsn()
-    watcher = Watch(settings, Guard(settings, every_slot=every_slot, may_drop=True), on_report)
+    watcher = Watch(settings, Guard(settings, every_slot=every_slot, may_drop=True, watching=True), on_report)
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with serving(settings.metrics_listen, health, lambda: samples(watcher.latest)):

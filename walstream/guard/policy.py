@@ -347,6 +347,8 @@ def _figures(slot: SlotReading, forecast: float | None) -> str:
         parts.append("the disk cannot be seen from here")
     if slot.wal_rate is not None:
         parts.append(f"WAL grows by {size(int(slot.wal_rate))} a second")
+    if slot.wal_status == "unreserved":
+        parts.append("the server may remove what it needs at the next checkpoint")
     if forecast is not None:
         parts.append(f"lost in {duration(forecast)} if this goes on")
     return ", ".join(parts)

@@ -60,14 +60,23 @@ class SlotReader:
     Args:
         name: the slot to look at; ``None`` for all logical ones of the server.
         also: another one, if it is there.
+        watching: it looks again and again. A transaction whose start this role may not see is then as old as the looks
+            that saw it; else its age is not known.
         clock: seconds that never go back.
     """
 
     def __init__(
-        self, name: str | None, *, also: str | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str | None,
+        *,
+        also: str | None = None,
+        watching: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._also = also
+        self._watching = watching
+        self._oldest: tuple[str, float] = ("", 0.0)
         self._clock = clock
         self._samples: deque[_Sample] = deque()
         self._read_at: dict[str, float] = {}
@@ -77,6 +86,7 @@ class SlotReader:
         server = server_facts(connection)
         found = self._slots(connection)
         open_now = blockers(connection)
+        oldest = self._transaction(open_now[0]) if open_now else None
         sample = _Sample(
             self._clock(),
             server.wal_end,
@@ -86,9 +96,7 @@ class SlotReader:
         disk = free_disk(connection, server)
         rate = None if before is None else _rate(before.wal_end, sample.wal_end, sample.at - before.at)
         readings = [
-            _reading(
-                slot, server, disk, open_now, rate, _growth(before, sample, slot.name), self._alone(slot, sample.at)
-            )
+            _reading(slot, server, disk, oldest, rate, _growth(before, sample, slot.name), self._alone(slot, sample.at))
             for slot in found
         ]
         if self._name is not None and all(slot.name != self._name for slot in found):
@@ -100,6 +108,13 @@ class SlotReader:
             return logical_slots(connection)
         names = dict.fromkeys((self._name, self._also or self._name))
         return [slot for slot in (slot_facts(connection, name) for name in names) if slot is not None]
+
+    def _transaction(self, blocker: Blocker) -> OpenTransaction:
+        now = self._clock()
+        if self._oldest[0] != blocker.xid:
+            self._oldest = (blocker.xid, now)
+        seconds = now - self._oldest[1] if blocker.seconds is None and self._watching else blocker.seconds
+        return OpenTransaction(str(blocker), blocker.remedy, seconds, prepared=blocker.pid is None)
 
     def _alone(self, slot: SlotFacts, now: float) -> float | None:
         """Seconds without a reader: as the server says, or since a look that saw one (before 17 it does not say)."""
@@ -144,7 +159,7 @@ def _reading(
     slot: SlotFacts,
     server: ServerFacts,
     disk: int | None,
-    open_now: Sequence[Blocker],
+    transaction: OpenTransaction | None,
     wal_rate: float | None,
     growth: float | None,
     inactive_seconds: float | None,
@@ -167,12 +182,8 @@ def _reading(
         idle_timeout=float(server.settings.get("idle_replication_slot_timeout", "0")),
         wal_rate=wal_rate,
         growth=growth,
-        transaction=_transaction(open_now[0]) if open_now else None,
+        transaction=transaction,
     )
-
-
-def _transaction(blocker: Blocker) -> OpenTransaction:
-    return OpenTransaction(str(blocker), blocker.remedy, blocker.seconds, prepared=blocker.pid is None)
 
 
 def _rate(before: int, after: int, seconds: float) -> float:

@@ -84,13 +84,18 @@ class Guard:
         settings: of the stream; its slot is watched, and its ledger's agents.
         every_slot: all logical slots of the server instead.
         may_drop: follow ``[guard] drop``; the slot that it names is looked at as well.
+        watching: rounds are done again and again (see :class:`SlotReader`).
     """
 
-    def __init__(self, settings: Settings, *, every_slot: bool = False, may_drop: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, *, every_slot: bool = False, may_drop: bool = False, watching: bool = False
+    ) -> None:
         self._limits = settings.guard
         self._allow_unbounded = settings.allow_unbounded_slot
         self._rule = settings.guard.drop if may_drop else None
-        self._reader = SlotReader(None if every_slot else settings.slot, also=self._rule.slot if self._rule else None)
+        self._reader = SlotReader(
+            None if every_slot else settings.slot, also=self._rule.slot if self._rule else None, watching=watching
+        )
         self._agents = AgentRates(settings.ledger)
         factor = settings.guard.storm_factor
         self._wal = Baselines("wal", factor, LEAST_WAL)

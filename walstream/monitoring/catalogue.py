@@ -72,7 +72,12 @@ CATALOGUE: Final[tuple[Described, ...]] = (
     Described("slot_bound_bytes", "gauge", ("slot",), "max_slot_wal_keep_size; +Inf without"),
     Described("slot_seconds_to_loss", "gauge", ("slot",), "at the present rate; +Inf if it is not on its way there"),
     Described("slot_inactive_seconds", "gauge", ("slot",), "without a reader; NaN where the server does not say"),
-    Described("oldest_transaction_seconds", "gauge", (), "open and has written; 0 if none, NaN if it may not be seen"),
+    Described(
+        "oldest_transaction_seconds",
+        "gauge",
+        (),
+        "open and has written; 0 if none; since the guard saw it first, where its start may not be seen",
+    ),
     Described("wal_bytes_per_second", "gauge", (), "over the last minute; NaN before there are two looks"),
     Described("storm_ratio", "gauge", ("kind", "agent"), "times its own recent past; only while there is a storm"),
 )

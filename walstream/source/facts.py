@@ -148,6 +148,7 @@ class Blocker:
         gid: the name of a prepared transaction, or ``""``.
         since: when the transaction began (or was prepared), or ``""`` where the role may not see it.
         seconds: how long ago that is; ``None`` where the role may not see it.
+        xid: the id of the transaction, which everybody may see.
     """
 
     pid: int | None
@@ -159,6 +160,7 @@ class Blocker:
     since: str
     query: str
     seconds: float | None
+    xid: str
 
     def __str__(self) -> str:
         where = f"in database {self.database} by {self.user}, open since {self.since or 'unknown'}"
@@ -282,7 +284,8 @@ def blockers(connection: Connection) -> list[Blocker]:
             SELECT l.pid, coalesce(p.gid, ''), coalesce(a.datname, p.database, '?'), coalesce(a.usename, p.owner, '?'),
                    coalesce(a.application_name, ''), coalesce(a.state, ''),
                    coalesce(a.xact_start, p.prepared)::text, coalesce(pg_catalog.left(a.query, 200), ''),
-                   extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8
+                   extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8,
+                   l.transactionid::text
               FROM pg_catalog.pg_locks l
               LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
               LEFT JOIN pg_catalog.pg_prepared_xacts p ON p.transaction = l.transactionid AND l.pid IS NULL
@@ -292,8 +295,8 @@ def blockers(connection: Connection) -> list[Blocker]:
             """
         )
         return [
-            Blocker(pid, gid, database, user, name, state, since or "", query, seconds)
-            for pid, gid, database, user, name, state, since, query, seconds in cursor.fetchall()
+            Blocker(pid, gid, database, user, name, state, since or "", query, seconds, xid)
+            for pid, gid, database, user, name, state, since, query, seconds, xid in cursor.fetchall()
         ]
 
 
