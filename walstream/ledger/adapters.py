@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from psycopg2.extensions import connection as PsycopgConnection
@@ -151,6 +152,7 @@ def _is_proxy(on: Any) -> bool:
     return module is not None and isinstance(on, module.ConnectionProxy)
 
 
+@lru_cache(maxsize=512)  # the statements are few, and called often
 def _percent(statement: Statement) -> str:
     return statement.render(lambda _: "%s", lambda part: part.replace("%", "%%"))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
-from walstream.config import Settings
+from walstream.config import LedgerTable, Settings
 
 from .adapters import Rows, Statement, encoding_named, execute
 from .refusals import refusal
-from .schema import fill, names
+from .schema import fill, names_of
 
 
 def statement(sql: str) -> Statement:
@@ -22,6 +23,17 @@ def statement(sql: str) -> Statement:
         text.append(head + "CAST(")
         head = f" AS pg_catalog.{kind})" + part[len(kind) :]
     return Statement((*text, head))
+
+
+def named(settings: Settings, sql: Statement) -> Statement:
+    """A statement with ``$names`` under the configured ones."""
+    return _named(settings.ledger, settings.namespace, sql)
+
+
+@lru_cache(maxsize=512)  # the statements are few, and called often
+def _named(ledger: LedgerTable, namespace: str, sql: Statement) -> Statement:
+    wanted = names_of(ledger, namespace)
+    return Statement(tuple(fill(part, wanted) for part in sql.parts))
 
 
 def call(
@@ -38,10 +50,9 @@ def call(
         WalstreamError: see :func:`walstream.ledger.refusals.refusal`.
         Exception: whatever else the driver raises.
     """
-    wanted = names(settings)
     try:
         with encoding_named():
-            return execute(on, Statement(tuple(fill(part, wanted) for part in sql.parts)), values)
+            return execute(on, named(settings, sql), values)
     except Exception as error:
         refused = refusal(error, settings.namespace, function, what, doing=doing)
         if refused is None:

@@ -14,11 +14,12 @@ from uuid import UUID
 
 from pydantic import BaseModel
 
-from walstream.config import Settings, load, quote
+from walstream.config import Settings, load
 from walstream.errors import PayloadError
 from walstream.event import parse_payload
 
 from .adapters import Statement, encoding_named, execute
+from .function_calls import named
 from .json_values import check_word, json_text
 from .refusals import refusal
 from .taxonomy import TAXONOMY, payload_value
@@ -250,12 +251,9 @@ class Ledger:
     def _call(
         self, statement: Statement, values: tuple[Any, ...], on: Any, function: str, what: str
     ) -> list[tuple[Any, ...]]:
-        named = Statement(
-            tuple(part.replace("$namespace", quote(self._settings.namespace)) for part in statement.parts)
-        )
         try:
             with encoding_named():
-                return execute(on, named, values)
+                return execute(on, named(self._settings, statement), values)
         except Exception as error:
             refused = refusal(error, self._settings.namespace, function, what)
             if refused is None:

@@ -9,8 +9,9 @@ needs is dropped one release later, so that two neighbouring releases run on one
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -68,10 +69,26 @@ class Migration:
 
 def names(settings: Settings) -> dict[str, str]:
     """What the names in the SQL files stand for: quoted identifiers, and (``…_name``) the same as string literals."""
-    named = {"namespace": quote(settings.namespace), **_tables(settings.ledger)}
+    return dict(names_of(settings.ledger, settings.namespace))
+
+
+def parameter_names(settings: Settings) -> Mapping[str, str]:
+    """The same for SQL that is executed with parameters: a ``%`` in a name is doubled."""
+    return _parameter_names(settings.ledger, settings.namespace)
+
+
+@lru_cache(maxsize=64)  # every statement of a worker asks
+def names_of(ledger: LedgerTable, namespace: str) -> Mapping[str, str]:
+    """What :func:`names` says, of the settings that count; not to be changed."""
+    named = {"namespace": quote(namespace), **_tables(ledger)}
     texts = {f"{name}_name": literal(value) for name, value in named.items()}
-    texts["jobs_channel_name"] = literal(channel(settings.namespace, "jobs"))
-    return {**_columns(settings.ledger), **named, **texts}
+    texts["jobs_channel_name"] = literal(channel(namespace, "jobs"))
+    return {**_columns(ledger), **named, **texts}
+
+
+@lru_cache(maxsize=64)
+def _parameter_names(ledger: LedgerTable, namespace: str) -> Mapping[str, str]:
+    return {name: value.replace("%", "%%") for name, value in names_of(ledger, namespace).items()}
 
 
 def _columns(ledger: LedgerTable) -> dict[str, str]:
@@ -86,7 +103,7 @@ def _tables(ledger: LedgerTable) -> dict[str, str]:
     }
 
 
-def fill(template: str, names: dict[str, str]) -> str:
+def fill(template: str, names: Mapping[str, str]) -> str:
     """Replace each ``$name`` by its (quoted) value, in one pass: a value that holds a ``$`` is not looked at again.
 
     A ``$word`` that is not in ``names`` stays: function bodies are quoted with such words.

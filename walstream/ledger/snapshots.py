@@ -26,7 +26,7 @@ from walstream.event import parse_payload
 
 from .canonical import digest
 from .fold import Context, FoldEvent
-from .schema import fill, names
+from .schema import fill, parameter_names
 from .stored_rows import HIGHEST, ROW, event_of, streamed
 
 log = logging.getLogger("walstream.snapshots")
@@ -137,9 +137,9 @@ class SnapshotTable:
 
     def __init__(self, settings: Settings, version: str, *, qualified: bool = True) -> None:
         self.version = version
-        self._names = {name: value.replace("%", "%%") for name, value in names(settings).items()}
+        self._names = parameter_names(settings)
         if not qualified:
-            self._names["snapshots"] = quote(settings.ledger.snapshots).replace("%", "%%")
+            self._names = {**self._names, "snapshots": quote(settings.ledger.snapshots).replace("%", "%%")}
         self._ledger = settings.ledger
         self._type: str | None = None
 

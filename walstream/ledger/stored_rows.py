@@ -17,7 +17,7 @@ from walstream.config import Settings
 from walstream.errors import LedgerError, PayloadError, UnknownSession
 
 from .fold import Foldable, FoldEvent
-from .schema import fill, names
+from .schema import fill, parameter_names
 
 _FETCH: Final = 500  # rows of one round trip
 _FEW: Final = 100  # rows that are not worth a cursor on the server
@@ -45,7 +45,7 @@ class Parent(NamedTuple):
 
 def statement(settings: Settings, template: str) -> str:
     """Put the names of the configuration into SQL that is executed with parameters (a ``%`` in a name is doubled)."""
-    return fill(template, {name: value.replace("%", "%%") for name, value in names(settings).items()})
+    return fill(template, parameter_names(settings))
 
 
 def plain_cursor(conn: Connection) -> Cursor:
