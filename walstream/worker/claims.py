@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("walstream.worker")
 
+_REFUSED_IN_A_ROW: Final = 100  # then it is time to see whether the worker is to stop
 _EVENT: Final = f"SELECT {ROW} FROM $table WHERE $seq = %s"
 _OURS: Final = """
 SELECT j.job_id FROM $jobs AS j
@@ -48,6 +49,9 @@ class Claims:
         agent: whose jobs.
         owner: who claims. Has to be nobody else's name: by it a claim is found again whose commit was not heard of.
         lease_seconds, per_session, concurrency: as for :meth:`walstream.Jobs.claim`.
+
+    Attributes:
+        more: when the last job was taken, others of the agent waited.
     """
 
     def __init__(
@@ -62,11 +66,13 @@ class Claims:
     ) -> None:
         self._settings = settings
         self._agent = agent
-        self._owner = owner
+        self._name = owner
+        self._taken = 0
         self._lease_seconds = lease_seconds
         self._per_session = per_session
         self._concurrency = concurrency
         self._jobs = Jobs(settings)
+        self.more = False
 
     def next(self, conn: Connection, pause: float) -> ClaimedJob | None:
         """Take the next job; ``None`` if there is none to be had.
@@ -78,7 +84,7 @@ class Claims:
         Raises:
             WalstreamError, psycopg2.Error: nothing was claimed, or (the connection was lost) it is not known.
         """
-        while True:
+        for _ in range(_REFUSED_IN_A_ROW):
             taken = self._jobs.take(
                 self._agent,
                 self._owner,
@@ -90,12 +96,20 @@ class Claims:
             )
             if taken is None:
                 return None
+            self.more = taken.more
             if taken.refused is None:
+                self._taken += 1
                 return _with(taken.job, taken.handoff)
             log.error(
                 "job %d (session %s) cannot be begun, next try in %.0f s: %s",
                 *(taken.job.job_id, taken.job.session_id, pause, taken.refused),
             )
+        return None
+
+    @property
+    def _owner(self) -> str:
+        # Another one for each job, so that none is found again whose turn has begun: two of one token must not be.
+        return f"{self._name}/{self._taken}"
 
     def left(self, conn: Connection) -> ClaimedJob | None:
         """The job that this owner took before its connection was lost, so that it did not hear of it."""
@@ -107,7 +121,9 @@ class Claims:
             job = self._jobs.get(int(row[0]), on=conn)
             if not self._jobs.renew(job, lease_seconds=self._lease_seconds, on=conn):
                 return None
-            return _with(job, self._handoff(cur, job))
+            found = _with(job, self._handoff(cur, job))
+        self._taken += 1
+        return found
 
     def _handoff(self, cur: Cursor, job: Job) -> FoldEvent | None:
         if job.event_seq is None:

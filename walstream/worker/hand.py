@@ -52,6 +52,8 @@ T = TypeVar("T")
 Handler = Callable[[Context, ClaimedJob, TurnLedger], Any]
 
 _RECONNECT: Final = Backoff(0.1, 30.0)
+_BREAKS: Final = 5  # transactions of a turn that end without an answer, one after the other, before it has failed
+_REFUSED_SECONDS: Final = 1.0  # the shortest pause before a job is looked at again that could not be begun
 
 
 class Lost(Exception):
@@ -113,6 +115,7 @@ class Hand:
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # a handler's own threads may append at the same time
         self._inside = False
+        self._turn: Lease | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.busy = False
 
@@ -144,7 +147,8 @@ class Hand:
                 if job is None:
                     self._place.knocks.wait()
                     continue
-                self._place.knocks.knock()  # there may be more: another hand looks, while this one works
+                if self._claims.more:
+                    self._place.knocks.knock()  # another hand looks, while this one works
                 self._work(job)
         except BaseException as error:
             self._place.end(error)
@@ -158,7 +162,7 @@ class Hand:
             Unavailable: the server does not answer, or something in it fails at present.
             ConfigError: it cannot work.
         """
-        pause = self._place.retry.pause(1)
+        pause = max(self._place.retry.pause(1), _REFUSED_SECONDS)
         try:
             if self._connection is None:
                 self._connection = self._place.connect()
@@ -194,14 +198,14 @@ class Hand:
         place = self._place
         lease = place.leases.hold(job, place.timeout)
         self.busy = True
+        self._turn = lease
         began = time.monotonic()
         ledger = TurnLedger(place.settings, job, place.agent, lease, _Transactions(self, lease), place.types)
         try:
             self._call(job, ledger, lease)
             woken = self._end(lease, ledger)
-        except (Lost, Fenced, JobRefused) as error:
-            log.warning("job %d (session %s) is no longer this worker's, and nothing was written: %s",
-                        job.job_id, job.session_id, lease.lost or error)  # fmt: skip
+        except Lost as error:
+            _gone(lease, error)
         except Exception as error:
             self._failed(job, lease, error)
         except BaseException as error:
@@ -212,6 +216,8 @@ class Hand:
                 place.wake(woken)
             log.debug("job %d (session %s) completed in %.3f s", job.job_id, job.session_id, time.monotonic() - began)
         finally:
+            with self._lock:  # whatever a handler has left running does not get between the statements of the next turn
+                self._turn = None
             self.busy = False
             place.leases.let_go(lease)
 
@@ -228,6 +234,8 @@ class Hand:
             if lease.overdue:
                 raise TimeoutError(f"it ran past the worker's timeout of {place.timeout:g} s") from None
             raise Lost from None
+        finally:
+            ledger.close()
 
     def _context(self, conn: Connection, job: ClaimedJob) -> Context:
         return rebuild_context(conn, job.session_id, settings=self._place.settings, fold=self._place.fold)
@@ -263,8 +271,11 @@ class Hand:
         try:
             status = self.run(lease, note)
         except (Lost, Fenced, JobRefused) as gone:
-            log.warning("job %d (session %s) failed, and is no longer this worker's: %s (%s)",
-                        job.job_id, job.session_id, line, gone)  # fmt: skip
+            if isinstance(error, Fenced | JobRefused):
+                _gone(lease, error)
+            else:
+                log.warning("job %d (session %s) failed, and is no longer this worker's: %s (%s)",
+                            job.job_id, job.session_id, line, gone)  # fmt: skip
             return
         except Exception as unsaid:
             # The lease runs out, and the job is tried again: nothing is lost, it only takes longer.
@@ -290,10 +301,16 @@ class Hand:
 
         Raises:
             Lost: the lease was lost before it went through.
+            Fenced: the turn is over.
             Exception: of ``work``.
         """
-        attempt = conflicts = 0
+        attempt = conflicts = breaks = 0
         with self._lock:
+            if lease is not self._turn:
+                raise Fenced(
+                    f"job {lease.job.job_id}: the turn is over, and this was not written",
+                    hint="wait for the threads and tasks that a handler starts before it returns",
+                )
             if self._inside:
                 raise ConfigError(
                     "append_now was called from within the transaction that completes the job",
@@ -316,6 +333,9 @@ class Hand:
                     if not (broken or isinstance(known, Unavailable)) or isinstance(known, ConfigError):
                         raise
                     self._drop()
+                    breaks += self._inside
+                    if breaks == _BREAKS:
+                        raise  # it is not the server that is away: something in it ends the transaction each time
                     attempt += 1
                     pause = min(_RECONNECT.pause(attempt), self._place.settings.retry_cap_seconds)
                     log.warning("job %d: %s; next try in %.1f s", lease.job.job_id, known, pause)
@@ -337,6 +357,11 @@ class Hand:
             except psycopg2.Error:
                 log.debug("closing a connection failed", exc_info=True)
             self._connection = None
+
+
+def _gone(lease: Lease, error: Exception) -> None:
+    log.warning("job %d (session %s) is no longer this worker's, and nothing was written: %s",
+                lease.job.job_id, lease.job.session_id, lease.lost or error)  # fmt: skip
 
 
 class _Transactions:

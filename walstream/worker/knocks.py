@@ -24,6 +24,7 @@ class Announcements(Protocol):
 
 
 _LONGEST_WAIT: Final = 60.0
+_TROUBLE_SECONDS: Final = 1.0
 
 
 class Knocks:
@@ -82,10 +83,11 @@ class Knocks:
                     left = self._due[0] - now if self._due else _LONGEST_WAIT
                     if self._over:
                         return
-                self._announcements.wait(left)
+                try:
+                    self._announcements.wait(left)
+                except Exception:  # whatever it is: should this thread end, nobody would be woken any more
+                    log.exception("the worker cannot listen at present, and looks by itself")
+                    time.sleep(_TROUBLE_SECONDS)
                 self.knock()
-        except Exception:
-            log.exception("the worker is no longer woken")
-            raise
         finally:
             self._announcements.close()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg2
 
-from walstream.errors import WalstreamError
 from walstream.ledger.jobs import Job, Jobs
 from walstream.source.failures import classify
 
@@ -127,11 +126,11 @@ class Leases:
             renewed = self._jobs.renew(job, lease_seconds=self._seconds, on=self._connection)
         except psycopg2.errors.LockNotAvailable:
             return  # a transaction that writes in the job's name is open: nobody can claim it meanwhile
-        except (WalstreamError, psycopg2.Error) as raised:
+        except Exception as raised:  # whatever it is: should this thread end, no lease would be renewed any more
             log.warning("the lease of job %d was not renewed: %s", job.job_id, classify(raised, doing="renewing"))
             self._drop()
             return
-        if not renewed:
+        if not renewed and lease in self.held():  # or the turn has just ended
             lease.lose("its lease is lost: another worker has the job, or it was canceled")
             log.warning("job %d (session %s): %s", job.job_id, job.session_id, lease.lost)
 

@@ -152,11 +152,15 @@ class Shift:
             "%d turns did not end within %g s; their jobs are given back", len(held), self._settings.drain_seconds
         )
         try:
-            with contextlib.closing(connect_plainly(self._settings, "stop", lock_timeout="2s")) as conn:
+            with contextlib.closing(connect_plainly(self._settings, "stop", lock_timeout="500ms")) as conn:
                 for lease in held:
                     # Before the turn is told: what it still writes after that is refused.
-                    with contextlib.suppress(Fenced, JobRefused, LedgerError):  # it has just ended after all
+                    try:
                         self._jobs.release(lease.job, on=conn)
+                    except psycopg2.errors.LockNotAvailable:
+                        log.warning("job %d waits until its lease runs out: it is locked", lease.job.job_id)
+                    except (Fenced, JobRefused, LedgerError):
+                        pass  # it has just ended after all
                     lease.lose("the worker stops")
                 self._jobs.wake(self._options.agent, on=conn)
         except (WalstreamError, psycopg2.Error) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -67,6 +68,8 @@ class TurnLedger:
         self._functions: list[Callable[[Cursor], Any]] = []
         self._request: dict[str, Any] | None = None
         self._written = 0
+        self._over = False
+        self._guard = threading.Lock()  # a handler's own threads may append at the same time
 
     @property
     def lost(self) -> str | None:
@@ -94,6 +97,7 @@ class TurnLedger:
 
         Raises:
             PayloadError: as for :meth:`walstream.Ledger.append`.
+            ConfigError: the handler has returned, and it would not be written.
         """
         text = self.fenced.payload_text(event_type, payload, replace_invalid=replace_invalid)
         draft = Draft(
@@ -104,7 +108,9 @@ class TurnLedger:
             key,
             store_messages,
         )
-        self._drafts.append((draft, len(text)))
+        with self._guard:
+            self._check_open("append")
+            self._drafts.append((draft, len(text)))
 
     def append_now(
         self,
@@ -180,7 +186,9 @@ class TurnLedger:
 
         It has to be quick, must not commit, and is called again if the connection is lost before the commit.
         """
-        self._functions.append(function)
+        with self._guard:
+            self._check_open("on_completion")
+            self._functions.append(function)
 
     @property
     def approval(self) -> Approval | None:
@@ -215,9 +223,24 @@ class TurnLedger:
         if isinstance(deadline, datetime) and deadline.utcoffset() is None:
             raise ValueError("a deadline needs an offset: datetime.now(UTC) has one")
         kept = parse_payload(self.fenced.payload_text("approval.action", action).encode())
-        self._request = {"action": kept, "deadline": deadline, "reason": reason}
+        with self._guard:
+            self._check_open("request_approval")
+            self._request = {"action": kept, "deadline": deadline, "reason": reason}
+
+    def _check_open(self, what: str) -> None:
+        if self._over:
+            raise ConfigError(
+                f"{what} was called when the handler has returned: it would not be written",
+                hint="wait for the threads and tasks that a handler starts before it returns; a function given to"
+                " on_completion writes with its cursor, events by ledger.fenced.append(..., on=cursor)",
+            )
 
     # -- called by the worker ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The handler has returned: nothing more is kept for the completion."""
+        with self._guard:
+            self._over = True
 
     def complete(self, cur: Cursor) -> str | None:
         """Write everything that was kept, and complete the job, or leave it to a person, in the transaction of ``cur``.

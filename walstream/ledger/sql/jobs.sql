@@ -158,10 +158,29 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $wals
 #variable_conflict use_variable
 DECLARE
     v_now timestamptz;
-    v_open record;
     v_job record;
     v_expired boolean;
     v_once_more boolean;
+    -- A cursor with a name, because a loop over a query looks at ten rows before the first is asked for.
+    v_waiting CURSOR FOR
+        SELECT j.job_id FROM $jobs AS j
+         WHERE j.agent_id = claim_job.agent_id AND j.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS')
+           AND CASE j.status WHEN 'SUBMITTED' THEN coalesce(j.next_try <= v_now, true)
+                             ELSE coalesce(j.lease_expires_at <= v_now, true) END
+           AND CASE
+               WHEN NOT per_session THEN true
+               -- Of a long queue in one session all but the first are out by this, which costs less than the call.
+               WHEN j.status = 'SUBMITTED' AND EXISTS (
+                   SELECT FROM $jobs AS o
+                    WHERE o.session_id = j.session_id
+                      AND o.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS', 'AWAITING_HUMAN')
+                      AND (o.created_at, o.job_id) < (j.created_at, j.job_id)
+               ) THEN false
+               ELSE NOT $namespace.session_is_busy(
+                   j.session_id::text, j.job_id, j.created_at, j.status = 'SUBMITTED', v_now
+               ) END
+         ORDER BY j.priority DESC, j.created_at, j.job_id
+         LIMIT 1000;
     v_claimed $namespace.job;
 BEGIN
     IF claim_job.agent_id IS NULL OR claim_job.owner IS NULL OR lease_seconds IS NULL OR lease_seconds <= 0 THEN
@@ -190,26 +209,7 @@ BEGIN
         ) THEN
             RETURN;
         END IF;
-        FOR v_open IN
-            SELECT j.job_id FROM $jobs AS j
-             WHERE j.agent_id = claim_job.agent_id AND j.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS')
-               AND CASE j.status WHEN 'SUBMITTED' THEN coalesce(j.next_try <= v_now, true)
-                                 ELSE coalesce(j.lease_expires_at <= v_now, true) END
-               AND CASE
-                   WHEN NOT per_session THEN true
-                   -- Of a long queue in one session all but the first are out by this, which costs less than the call.
-                   WHEN j.status = 'SUBMITTED' AND EXISTS (
-                       SELECT FROM $jobs AS o
-                        WHERE o.session_id = j.session_id
-                          AND o.status IN ('SUBMITTED', 'DELIVERED', 'IN_PROGRESS', 'AWAITING_HUMAN')
-                          AND (o.created_at, o.job_id) < (j.created_at, j.job_id)
-                   ) THEN false
-                   ELSE NOT $namespace.session_is_busy(
-                       j.session_id::text, j.job_id, j.created_at, j.status = 'SUBMITTED', v_now
-                   ) END
-             ORDER BY j.priority DESC, j.created_at, j.job_id
-             LIMIT 1000
-        LOOP
+        FOR v_open IN v_waiting LOOP
             -- Another may have claimed it since: one row at a time is locked, so that nobody passes by a free one.
             SELECT j.job_id, j.session_id::text AS session_id, j.status, j.attempts, j.max_delivery_attempts, j.created_at
               INTO v_job FROM $jobs AS j
@@ -274,11 +274,12 @@ $walstream_body$;
 -- What a worker begins with, in one call: claim_job, begin_job, and the event that says so in the job's session, one for
 -- each handoff, however often it is tried. What is wrong with a job, or with the ledger, keeps nobody else waiting: the
 -- job is given back, for so many seconds, and no attempt is counted. It comes as a row that says why under "refused".
+-- "more" says whether others of the agent wait, so that it is worth the while to wake another worker.
 CREATE OR REPLACE FUNCTION $namespace.take_job(
     agent_id text, owner text, lease_seconds double precision DEFAULT 60, per_session boolean DEFAULT true,
     concurrency integer DEFAULT NULL, retry_after double precision DEFAULT 1
 ) RETURNS TABLE (
-    job $namespace.job, from_session text, from_agent text, event_type text, payload text, refused text
+    job $namespace.job, from_session text, from_agent text, event_type text, payload text, refused text, more boolean
 )
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
 #variable_conflict use_variable
@@ -292,7 +293,8 @@ BEGIN
         RETURN;
     END IF;
     BEGIN
-        PERFORM $namespace.begin_job(job.job_id, job.fencing_token);
+        -- begin_job, but for its questions: the claim has just answered them.
+        UPDATE $jobs AS j SET status = 'IN_PROGRESS' WHERE j.job_id = job.job_id;
         job.status := 'IN_PROGRESS';
         IF job.event_seq IS NOT NULL THEN
             SELECT e.$session_id::text, e.$agent_id::text, e.$event_type::text, e.$payload::text
@@ -323,6 +325,11 @@ BEGIN
     IF refused IS NOT NULL THEN
         PERFORM $namespace.release_job(job.job_id, job.fencing_token, retry_after, refused);
     END IF;
+    more := EXISTS (
+        SELECT FROM $jobs AS j
+         WHERE j.agent_id = take_job.agent_id AND j.status = 'SUBMITTED' AND j.job_id <> job.job_id
+           AND coalesce(j.next_try <= clock_timestamp(), true)
+    );
     RETURN NEXT;
 END
 $walstream_body$;
