@@ -12,9 +12,9 @@ from psycopg2.extensions import connection
 from typer.testing import CliRunner
 
 from tests.conftest import Database
+from tests.ready import make_tables
 from walstream.cli import app
 from walstream.config import Settings, quote
-from walstream.ledger import schema
 from walstream.ledger.identity import identity_sql
 from walstream.order.segment import Segment, size_codes
 from walstream.order.writer import OrderWriter
@@ -56,9 +56,8 @@ def ok(*arguments: str, dsn: str) -> Called:
 
 def set_up(database: Database, **fields: Any) -> Settings:
     """Install walstream's tables, the ledger's and an identity that is ready, but no publication and no slot."""
+    make_tables(database, Settings(**fields))
     settings = Settings(dsn=database.dsn, **fields)
-    database.execute(schema.ledger_sql(settings.ledger))
-    schema.install(database.connect(), settings)
     database.execute(identity_sql(settings))
     database.execute(f"UPDATE {quote(settings.namespace)}.identity SET slot_state = 'ready'")
     return settings

@@ -83,21 +83,24 @@ class RunningServer:
 
 
 class Database:
-    """A fresh database on the shared server."""
+    """A database on the shared server, made when it is used first."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.server = server
         self.name = name
+        self.made = False
         self._connections: list[connection] = []
 
     @property
     def dsn(self) -> str:
         """As superuser."""
+        if not self.made:
+            self.create()
         return self.server.dsn(self.name)
 
     def execute(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
         """Run ``sql`` in autocommit on a connection of its own; return the rows."""
-        return self.server.execute(sql, *args, dbname=self.name)
+        return execute(self.dsn, sql, *args)
 
     def connect(self, **options: Any) -> connection:
         """A connection (not in autocommit) that is closed at the end of the test; ``options`` as for libpq."""
@@ -105,17 +108,29 @@ class Database:
         self._connections.append(made)
         return made
 
-    def create(self, options: str = "") -> None:
+    def create(self, options: str = "", *, template: str = "template1") -> None:
+        """Make it now.
+
+        Args:
+            options: further ones of ``CREATE DATABASE``.
+            template: the database that it is a copy of.
+        """
         # Hundreds of them are made: copying files costs half of what copying through the WAL does, and the checkpoint
         # that it needs is cheap without fsync.
         strategy = "STRATEGY = FILE_COPY" if self.server.major >= 15 else ""
-        self.server.execute(f'CREATE DATABASE "{self.name}" {strategy} {options}')
+        self.server.execute(f'CREATE DATABASE "{self.name}" TEMPLATE "{template}" {strategy} {options}')
+        self.made = True
 
-    def drop(self) -> None:
-        """Drop the database, and the slots, prepared transactions and sessions in it."""
+    def disconnect(self) -> None:
+        """Close the connections that were made by :meth:`connect`."""
         for each in self._connections:
             with contextlib.suppress(psycopg2.Error):
                 each.close()
+        self._connections.clear()
+
+    def drop(self) -> None:
+        """Drop the database, and the slots, prepared transactions and sessions in it."""
+        self.disconnect()
         maintenance = psycopg2.connect(self.server.dsn())
         try:
             maintenance.autocommit = True
@@ -160,10 +175,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def database(server: Server, request: pytest.FixtureRequest) -> Iterator[Database]:
-    """A fresh, empty database (UTF8), dropped afterwards together with its slots."""
+    """A fresh, empty database (UTF8), made when it is used first and dropped afterwards together with its slots."""
     stem = re.sub(r"\W+", "_", request.node.name.lower()).strip("_")[:40]
     made = Database(server, f"t_{stem}_{secrets.token_hex(4)}")
-    made.create()
     try:
         yield made
     finally:

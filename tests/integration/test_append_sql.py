@@ -24,6 +24,7 @@ from psycopg2.extensions import (
 )
 
 from tests.conftest import Database, Server
+from tests.ready import make_tables
 from walstream.config import Settings, quote
 from walstream.ledger import schema
 
@@ -59,9 +60,12 @@ class Ledger:
         self.database = database
         self.settings = settings or Settings()
         table = self.settings.ledger
-        database.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(table.namespace)}")
-        database.execute(shape or schema.ledger_sql(table))
-        schema.install(database.connect(), self.settings)
+        if shape:
+            database.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(table.namespace)}")
+            database.execute(shape)
+            schema.install(database.connect(), self.settings)
+        else:
+            make_tables(database, self.settings)
         self.home = quote(self.settings.namespace)
         c = table.columns
         self.columns = [quote(name) for name in (c.seq, c.session_id, c.agent_id, c.event_type, c.payload)]

@@ -6,18 +6,16 @@ import pytest
 
 from tests.cli_calls import call, ok
 from tests.conftest import Database
+from tests.ready import make_tables
 from walstream.config import Settings
 from walstream.errors import ConfigError, ExitCode, SlotError
-from walstream.ledger import schema
 from walstream.ledger.identity import check_identity, identity_sql
 
 
 @pytest.fixture
 def ledger(database: Database) -> Database:
-    conn = database.connect()
     settings = Settings(environment="production")
-    database.execute(schema.ledger_sql(settings.ledger))
-    schema.install(conn, settings)
+    make_tables(database, settings)
     database.execute(identity_sql(settings))
     database.execute("UPDATE walstream.identity SET slot_state = 'ready'")
     return database

@@ -8,19 +8,18 @@ import pytest
 from psycopg2.extensions import connection
 
 from tests.conftest import Database
+from tests.ready import make_tables
 from walstream.config import Settings
 from walstream.errors import ConfigError, SlotError
-from walstream.ledger import schema
 from walstream.ledger.identity import check_identity, identity_sql, read_identity, set_slot_state
 
 
 def _set_up(database: Database, **fields: Any) -> tuple[connection, Settings]:
+    make_tables(database, Settings(**fields))
     settings = Settings(dsn=database.dsn, **fields)
     conn = database.connect()
     conn.autocommit = True
     with conn.cursor() as cur:
-        cur.execute(schema.ledger_sql(settings.ledger))
-        schema.install(conn, settings)
         cur.execute(identity_sql(settings))
         set_slot_state(cur, settings.namespace, "ready")
     return conn, settings
@@ -89,7 +88,7 @@ def test_a_copy_within_the_cluster_is_refused(database: Database) -> None:
     check_identity(conn, settings)
     conn.close()
     copy = Database(database.server, f"{database.name[:50]}_copy")
-    copy.create(f'TEMPLATE "{database.name}"')
+    copy.create(template=database.name)
     try:
         copied = copy.connect()
         with pytest.raises(SlotError, match="copy of it within the same cluster"):

@@ -23,12 +23,12 @@ from pydantic import BaseModel, Field
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from tests.conftest import Database, Server
+from tests.ready import make_tables
 from tests.recorded import run_files, run_lines
 from walstream import Draft, Fenced, Ledger, LedgerError, PayloadError
 from walstream.config import Settings
 from walstream.errors import ConfigError
 from walstream.ledger import ledger as ledger_module
-from walstream.ledger import schema
 from walstream.ledger.json_values import MAX_DEPTH, MAX_INTEGER_DIGITS
 from walstream.payloads import TAXONOMY, ContextLoaded, ToolInvoked, ToolObserved
 
@@ -45,8 +45,7 @@ EXACT = {
 
 @pytest.fixture
 def installed(database: Database) -> Database:
-    database.execute(schema.ledger_sql(Settings().ledger))
-    schema.install(database.connect(), Settings())
+    make_tables(database, Settings())
     return database
 
 
