@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +70,7 @@ def _family(described: Described, samples: Iterable[Sample]) -> Metric:
     return family
 
 
+@functools.cache
 def _version() -> str:
     try:
         return version("walstream")
