@@ -1,14 +1,18 @@
-"""Consumers for the demo with a fault: ``stream`` notes no twentieth event and every thirtieth twice, ``stuck`` never
-writes its file."""
+"""Consumers and workers for the demo with a fault: ``stream`` notes no twentieth event and every thirtieth twice, and
+``stuck`` never writes its file; researchers do everything twice, and writers forget it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from walstream import Context, Event, RetryLater, Stream
+from psycopg2.extensions import cursor as Cursor
+
+from walstream import ClaimedJob, Context, Event, RetryLater, Stream
 from walstream.demo.consumer import FILE, DeliveryLog
+from walstream.demo.scenario import Step
+from walstream.demo.workers import note_effect, worker_of
 from walstream.projectors.event_counter import EventCounter
-from walstream.projectors.handoff_inbox import HandoffInbox
+from walstream.projectors.handoff_router import HandoffRouter
 from walstream.projectors.json_lines_file import JsonLinesFile
 
 
@@ -25,10 +29,23 @@ class StuckFile(JsonLinesFile):
         raise RetryLater(f"the disk is away for {ctx.projector}, {len(events)} events wait")
 
 
+def twice(cur: Cursor, job: ClaimedJob, steps: Sequence[Step]) -> None:
+    note_effect(cur, job, steps)
+    note_effect(cur, job, steps)
+
+
+def never(cur: Cursor, job: ClaimedJob, steps: Sequence[Step]) -> None:
+    """Forget it."""
+
+
 stream = Stream()
-for projector in (LossyLog(), EventCounter(), HandoffInbox(), JsonLinesFile(FILE)):
+for projector in (LossyLog(), EventCounter(), HandoffRouter(), JsonLinesFile(FILE)):
     stream.add(projector)
 
 stuck = Stream()
-for other in (DeliveryLog(), EventCounter(), HandoffInbox(), StuckFile(FILE)):
+for other in (DeliveryLog(), EventCounter(), HandoffRouter(), StuckFile(FILE)):
     stuck.add(other)
+
+researcher = worker_of("researcher", twice)
+writer = worker_of("writer", never)
+reviewer = worker_of("reviewer")

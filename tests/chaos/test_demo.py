@@ -73,21 +73,49 @@ def nothing_is_left(temporary: Path, seconds: float = 10) -> None:
         time.sleep(0.1)
 
 
-def test_nothing_is_lost_or_doubled_although_the_consumer_is_killed(temporary: Path) -> None:
-    found = shown(temporary, "--events", "300", "--kills", "2", "--agents", "5")
-    assert (found["written"], found["offsets"], found["delivered"]) == (300, 300, 300)
-    assert (found["lost"], found["duplicated"], found["kills"]) == (0, 0, 2)
+def test_nothing_is_lost_or_doubled_although_consumer_and_workers_are_killed(temporary: Path) -> None:
+    words = ["--events", "400", "--kills", "1", "--worker-kills", "1", "--agents", "5", "--seed", "1"]
+    found = shown(temporary, *words)
+    assert (found["written"], found["offsets"], found["delivered"]) == (400, 400, 400)
+    assert (found["lost"], found["duplicated"], found["kills"], found["worker_kills"]) == (0, 0, 1, 1)
     assert (found["gaps"], found["out_of_order"], found["altered"], found["foreign"]) == (0, 0, 0, 0)
     assert found["holds"] is True
     assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
     assert found["rolled_back_events"] > 0
-    assert found["handoffs_taken"] > 0
-    assert len(found["outages_s"]) == 2
-    assert set(found["projectors"]) == {"commit order", "delivery log", "handoff inbox", "file", "event counter"}
+    assert found["handoffs"] > 5
+    numbers = {found[name] for name in ("handoffs", "jobs", "jobs_completed", "effects", "handoffs_received")}
+    assert len(numbers) == 1
+    assert found["turns_begun"] >= found["handoffs"]
+    assert 0 < found["handoff_p50_ms"] <= found["handoff_p99_ms"] <= found["handoff_max_ms"]
+    assert len(found["outages_s"]) == len(found["worker_outages_s"]) == 1
+    assert {"handoff router", "completed jobs", "effects of turns", "received events"} <= set(found["projectors"])
     nothing_is_left(temporary)
 
 
-def test_a_consumer_that_loses_and_doubles_is_caught(
+def test_consumers_and_workers_that_lose_and_double_are_caught(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("walstream.demo.supervisor.STREAM", "tests.demo_lossy:stream")
+    monkeypatch.setattr("walstream.demo.supervisor.WORKERS", "tests.demo_lossy")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    words = ["demo", "--events", "120", "--kills", "0", "--worker-kills", "0", "--rate", "0", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert (found["written"], found["offsets"], found["delivered"], found["holds"]) == (120, 120, 114, False)
+    wrong = {name: each for name, each in found["projectors"].items() if any(each.values())}
+    assert set(wrong) == {"delivery log", "effects of turns"}
+    assert wrong["delivery log"] == {"lost": 6, "duplicated": 4, "foreign": 0}
+    effects = wrong["effects of turns"]
+    assert effects["lost"] > 0  # the writers'
+    assert effects["duplicated"] > 0  # the researchers'
+    assert found["effects"] == found["handoffs"] - effects["lost"] + effects["duplicated"]
+    assert (found["lost"], found["duplicated"]) == (6 + effects["lost"], 4 + effects["duplicated"])
+
+
+@pytest.mark.slow
+def test_a_replay_needs_no_workers_and_its_faults_are_caught_too(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = '{{"session_id": "s-{}", "agent_id": "a", "event_type": "t", "payload": {}.50}}\n'

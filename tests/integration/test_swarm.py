@@ -1,7 +1,8 @@
-"""The swarm on a real server: what the agents claim is what the ledger holds, and handoffs are taken up once."""
+"""The swarm on a real server: what the agents claim is what the ledger holds, once others did what was handed on."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,31 +11,23 @@ from pathlib import Path
 
 import psycopg2
 import pytest
+from psycopg2.extensions import connection as Connection
 
 from tests.conftest import Database
 from walstream.config import LedgerTable
-from walstream.demo.agents import recorded_sessions, replaying, simulated
+from walstream.demo.agents import OpenSessions, planners, recorded_sessions, replaying
+from walstream.demo.scenario import turn_after
 from walstream.demo.swarm import Agent, Budget, Swarm
 from walstream.errors import ConfigError
+from walstream.ledger.append import NewEvent, insert_events
 from walstream.ledger.importing import copied_session
 from walstream.ledger.json_lines import BadLine
 from walstream.ledger.schema import ledger_sql
-
-INBOX = """
-CREATE TABLE agent_inbox (key text PRIMARY KEY, event_offset bigint, session_id text, sender text, recipient text,
-                          message jsonb, state text DEFAULT 'waiting', taken_by text, taken_at timestamptz)"""
-ROUTE = """
-WITH new AS (
-    INSERT INTO agent_inbox (key, event_offset, session_id, sender, recipient, message)
-    SELECT 'l:1:' || seq, seq, session_id, agent_id, payload ->> 'to', payload FROM agent_events
-     WHERE event_type = 'handoff.emitted' ON CONFLICT DO NOTHING RETURNING recipient
-) SELECT pg_notify('agent_inbox', recipient) FROM new"""
 
 
 @pytest.fixture
 def ledger(database: Database) -> Database:
     database.execute(ledger_sql(LedgerTable()))
-    database.execute(INBOX)
     return database
 
 
@@ -43,15 +36,31 @@ def swarm_of(database: Database, agents: list[Agent], budget: Budget) -> Swarm:
 
 
 @contextmanager
-def routing(database: Database) -> Iterator[None]:
-    """In the consumer's place."""
+def others_at_work(database: Database, sessions: OpenSessions) -> Iterator[None]:
+    """In the workers' place: write what follows each handoff."""
     done = threading.Event()
+    answered: set[int] = set()
 
-    def route() -> None:
-        while not done.wait(0.02):
-            database.execute(ROUTE)
+    def work(connection: Connection) -> bool:
+        """Answer what is there; whether that was anything."""
+        with connection, connection.cursor() as cur:
+            cur.execute("SELECT seq, session_id::text, payload FROM agent_events WHERE event_type = 'handoff.emitted'")
+            handoffs = [row for row in cur.fetchall() if row[0] not in answered]
+            for seq, session_id, payload in handoffs:
+                answered.add(seq)
+                received = NewEvent(session_id, payload["to"], "handoff.received", json.dumps({"handoff": seq}))
+                written = [event for step in turn_after(payload, session_id) for event in step.events]
+                insert_events(cur, LedgerTable(), [received, *written])
+                sessions.ended += written[-1].event_type != "handoff.emitted"
+        return bool(handoffs)
 
-    thread = threading.Thread(target=route)
+    def run() -> None:
+        connection = psycopg2.connect(database.dsn)
+        while work(connection) or not done.wait(0.02):
+            pass
+        connection.close()
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
@@ -68,41 +77,41 @@ def wait_for_the_end(swarm: Swarm) -> None:
     assert swarm.error is None, swarm.error
 
 
-def test_a_swarm_writes_exactly_what_it_may_and_says_so(ledger: Database) -> None:
-    swarm = swarm_of(ledger, simulated(6, seed=3), Budget(400, None))
-    with routing(ledger):
+def test_a_swarm_has_exactly_so_much_written_as_it_may(ledger: Database) -> None:
+    sessions = OpenSessions(5)
+    swarm = swarm_of(ledger, planners(3, 3, sessions), Budget(600, None))
+    with others_at_work(ledger, sessions):
         swarm.start()
         wait_for_the_end(swarm)
     swarm.stop()
     tally = swarm.tally
-    assert tally.committed == 400
-    assert ledger.execute("SELECT count(*) FROM agent_events") == [(400,)]
+    assert tally.claimed == 600
+    assert 100 < tally.handed_on < 600
+    assert ledger.execute("SELECT count(*) FROM agent_events") == [(600,)]
     assert tally.rollbacks > 0
     assert tally.savepoints > 0
     # What was undone is gone, and only its numbers are missing.
     ((highest,),) = ledger.execute("SELECT max(seq) FROM agent_events")
-    assert 400 < highest <= 400 + tally.undone
-    taken = ledger.execute(
-        "SELECT payload ->> 'handoff', count(*) FROM agent_events WHERE event_type = 'handoff.received' GROUP BY 1"
+    assert 600 < highest <= 600 + tally.undone
+    assert ledger.execute("SELECT count(*) FROM agent_events WHERE event_type = 'handoff.emitted'") == ledger.execute(
+        "SELECT count(*) FROM agent_events WHERE event_type = 'handoff.received'"
     )
-    assert len(taken) == tally.handoffs_taken > 0
-    assert {times for _, times in taken} == {1}
-    assert ledger.execute("SELECT count(*) FROM agent_inbox WHERE state = 'taken'") == [(len(taken),)]
 
 
-def test_agents_go_on_while_nobody_delivers_their_handoffs(ledger: Database) -> None:
-    swarm = swarm_of(ledger, simulated(4, seed=1), Budget(300, None))
+def test_planners_go_on_alone_while_nobody_takes_their_handoffs(ledger: Database) -> None:
+    swarm = swarm_of(ledger, planners(2, 1, OpenSessions(2)), Budget(300, None))
     swarm.start()
     wait_for_the_end(swarm)
     swarm.stop()
-    assert swarm.tally.committed == 300
-    assert swarm.tally.handoffs_taken == 0
+    assert swarm.tally.claimed == 300
+    assert 0 < swarm.tally.handed_on < 200
+    assert ledger.execute("SELECT count(*) FROM agent_events") == [(swarm.tally.committed,)]
 
 
 def test_the_gate_holds_writers_and_lets_them_go(ledger: Database) -> None:
     budget = Budget(200, None)
     budget.close_gate_at(50)
-    swarm = swarm_of(ledger, simulated(4, seed=1), budget)
+    swarm = swarm_of(ledger, planners(4, 1, OpenSessions(0)), budget)
     swarm.start()
     deadline = time.monotonic() + 20
     while swarm.tally.committed < 50 and time.monotonic() < deadline:
@@ -117,14 +126,14 @@ def test_the_gate_holds_writers_and_lets_them_go(ledger: Database) -> None:
 
 def test_a_stopped_swarm_ends_soon_and_an_agent_that_fails_is_not_hidden(ledger: Database) -> None:
     budget = Budget(None, 50.0)
-    swarm = swarm_of(ledger, simulated(3, seed=1), budget)
+    swarm = swarm_of(ledger, planners(3, 1, OpenSessions(0)), budget)
     swarm.start()
     while not swarm.tally.committed:
         time.sleep(0.01)
     swarm.stop(10)
     assert not swarm.busy
     ledger.execute("DROP TABLE agent_events")
-    failing = swarm_of(ledger, simulated(3, seed=1), Budget(100, None))
+    failing = swarm_of(ledger, planners(3, 1, OpenSessions(0)), Budget(100, None))
     failing.start()
     deadline = time.monotonic() + 20
     while failing.busy and time.monotonic() < deadline:

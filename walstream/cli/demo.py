@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from .options import Json
 from .signals import unwinding
 
 if TYPE_CHECKING:
+    from walstream.demo.screen import Kill
     from walstream.demo.supervisor import Demo, Outcome
 
 _EVENTS = 5000
@@ -35,8 +37,15 @@ def demo(
         int | None,
         typer.Option(min=1, metavar="N", help="Events written in all.", show_default=f"{_EVENTS}, or all recorded"),
     ] = None,
-    agents: Annotated[int, typer.Option(min=1, max=60, metavar="N", help="Agents at work at the same time.")] = 8,
+    agents: Annotated[
+        int,
+        typer.Option(min=1, max=60, metavar="N", help="Agents at work at the same time; at least one of each kind."),
+    ] = 8,
     kills: Annotated[int, typer.Option(min=0, metavar="N", help="How often the consumer is killed with SIGKILL.")] = 3,
+    worker_kills: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="How often a worker is, most times in the middle of a turn."),
+    ] = 3,
     rate: Annotated[
         float | None,
         typer.Option(
@@ -56,12 +65,14 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running and say what to try next.")] = False,
     as_json: Json = False,  # noqa: ARG001 (read where it is printed)
 ) -> None:
-    """Show that nothing is lost: agents, a consumer that is killed, a proof.
+    """Show that nothing is lost: agents, processes that are killed, a proof.
 
-    Starts a Postgres of its own, lets a swarm of simulated agents write to the
-    ledger in concurrent transactions, some of which are rolled back, and kills the
-    consumer with SIGKILL on the way. At the end every projector's effects are
-    compared with the ledger in SQL. Exit code 1 if anything is lost or doubled.
+    Starts a Postgres of its own, lets simulated agents write to the ledger in
+    concurrent transactions, some of which are rolled back, and hand their sessions
+    on: planners to researchers, to writers, to reviewers, each kind a worker in a
+    process of its own. Kills the consumer and the workers with SIGKILL on the way.
+    At the end the ledger is compared in SQL with every projector's effects and with
+    what became of each handoff. Exit code 1 if anything is lost or doubled.
     """
     from walstream.demo.screen import Progress, screen_for
     from walstream.demo.supervisor import Demo, Plan
@@ -78,6 +89,7 @@ def demo(
         events=events,
         agents=agents,
         kills=kills,
+        worker_kills=worker_kills,
         rate=rate or None,
         seed=random.randrange(1 << 32) if seed is None else seed,
         replay=replay,
@@ -102,8 +114,8 @@ def demo(
             _say_what_to_try(shown)
     if not outcome.proof.holds:
         if outcome.gave_up:
-            console.note("gave up waiting: no projector moved any more")
-        console.note(f"the end of the consumer's log:\n{outcome.consumer_said}")
+            console.note("gave up waiting: nothing moved any more")
+        console.note(f"the end of the logs:\n{outcome.logs}")
         raise typer.Exit(int(ExitCode.FAILED))
 
 
@@ -121,27 +133,56 @@ def _show(outcome: Outcome) -> None:
         table.add_row(name, f"[bold red]{shown}[/]" if wrong else f"[bold]{shown}[/]", note)
 
     tally = outcome.tally
-    row("written", proof.written, f"{proof.sessions:,} sessions, {tally.transactions:,} transactions")
+    handoffs = proof.handoffs
+    row("written", proof.written, f"{proof.sessions:,} sessions, {proof.transactions:,} transactions")
     row("rolled back", tally.undone, f"{tally.rollbacks:,} transactions, {tally.savepoints:,} savepoints")
     row("offsets assigned", proof.offsets, f"gaps {proof.gaps:,}; {proof.late_seqs:,} committed after a higher seq")
     row("delivered", proof.delivered, f"out of order {proof.out_of_order:,}, altered {proof.altered:,}")
-    each = ", ".join(f"{name} {c.lost:,}" for name, c in proof.comparisons.items())
+    if outcome.workers:
+        row("handoffs", handoffs.emitted, f"jobs {handoffs.jobs:,}, received {handoffs.received:,}")
+        row("run to completion", handoffs.completed, f"effects {handoffs.effects:,}; turns begun {handoffs.begun:,}")
+    each = _each({name: c.lost for name, c in proof.comparisons.items()})
     row("lost", proof.lost, each, wrong=proof.lost > 0)
-    each = ", ".join(f"{name} {c.duplicated:,}" for name, c in proof.comparisons.items())
+    each = _each({name: c.duplicated for name, c in proof.comparisons.items()})
     row("duplicated", proof.duplicated, each, wrong=proof.duplicated > 0)
-    outages = ", ".join(f"{kill.seconds:.1f} s" for kill in outcome.kills)
-    row("kill -9 of the consumer", len(outcome.kills), f"delivering again after {outages}" if outages else "")
+    kills, note = outcome.kills_of(worker=False), ""
+    if kills:
+        note = "delivering again after " + _seconds(kills)
+    row("kill -9 of the consumer", len(kills), note)
+    if outcome.workers:
+        kills, note = outcome.kills_of(worker=True), ""
+        if kills:
+            turns = sum(kill.turns for kill in kills)
+            note = f"{turns:,} turns in hand; at work again after {_seconds(kills)}"
+        row("kill -9 of workers", len(kills), note)
     latency, calm = proof.latency, proof.undisturbed
-    row("commit to handler, p50", _ms(latency.p50_ms), f"without the {latency.events - calm.events:,} that met a dead")
-    row("commit to handler, p99", _ms(latency.p99_ms), f"consumer: p50 {_ms(calm.p50_ms)}, p99 {_ms(calm.p99_ms)}")
-    row("handoffs", proof.handoffs, f"{tally.handoffs_taken:,} taken up by the next agent")
+    met = latency.events - calm.events
+    row("commit to projector, p50", _ms(latency.p50_ms), f"without the {met:,} that met a dead")
+    row("commit to projector, p99", _ms(latency.p99_ms), f"consumer: p50 {_ms(calm.p50_ms)}, p99 {_ms(calm.p99_ms)}")
+    if outcome.workers:
+        latency, calm = handoffs.latency, handoffs.undisturbed
+        met = latency.events - calm.events
+        row("handoff to handler, p50", _ms(latency.p50_ms), f"without the {met:,} that met a dead consumer")
+        note = f"or worker: p50 {_ms(calm.p50_ms)}, p99 {_ms(calm.p99_ms)}"
+        row("handoff to handler, p99", _ms(latency.p99_ms), note)
     out = console.out()
     out.print(table)
     out.print(f"PostgreSQL {outcome.postgres}, {outcome.seconds:.0f} s, --seed {outcome.seed}", style="dim")
     if proof.holds:
-        out.print("[bold green]Every event was delivered once, in commit order.[/]")
+        once = " Every handoff ran to completion once." if outcome.workers else ""
+        out.print(f"[bold green]Every event was delivered once, in commit order.{once}[/]")
     else:
         out.print("[bold red]This is not what was promised.[/]")
+
+
+def _each(counts: Mapping[str, int]) -> str:
+    """What is wrong by name."""
+    wrong = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+    return wrong or f"in none of {len(counts)} comparisons"
+
+
+def _seconds(kills: Sequence[Kill]) -> str:
+    return ", ".join(f"{kill.seconds:.1f} s" for kill in kills)
 
 
 def _ms(value: float | None) -> str:
@@ -159,6 +200,7 @@ Try, in {shown.folder}:
   walstream run walstream.demo.consumer:stream --config {config}
   walstream tail --config {config}                # in another terminal
   walstream import FILE.jsonl --config {config}   # and watch it arrive
+  walstream jobs list --config {config}
   psql "{shown.settings.dsn}" -c "SELECT * FROM event_counts LIMIT 10"
 Stop and remove it:
   {shown.stop_command}"""

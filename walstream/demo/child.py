@@ -1,4 +1,4 @@
-"""The consumer's process: started, killed without warning, started again, and never left behind."""
+"""A process of the demo, consumer or worker: started, killed without warning, started again, and never left behind."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ from typing import Final
 from walstream.config import ENV_PREFIX
 from walstream.errors import WalstreamError
 
-STREAM: Final = "walstream.demo.consumer:stream"
-PARENT_VARIABLE: Final = f"{ENV_PREFIX}DEMO_PARENT"
-"""Environment variable with our process id: a consumer whose parent is another one was orphaned, and ends."""
+from .orphans import PARENT_VARIABLE
 
 _KEPT: Final = f"{ENV_PREFIX}PG_BIN"
 
 
 class Child:
-    """One consumer at a time.
+    """One process at a time.
 
     Args:
-        config: the stream's ``walstream.toml``; its folder is where the consumer runs.
-        log: file that takes everything it prints, all incarnations one after the other.
-        stream: what it runs, ``package.module:name``.
+        name: what a person calls it. What it prints, in all its incarnations, goes into a log of that name.
+        command: ``run`` or ``worker``.
+        target: what that runs, ``package.module:name``.
+        config: the stream's ``walstream.toml``; its folder is where the process runs.
 
     Attributes:
         environment: of its process.
-        starts: how often it was started.
     """
 
-    def __init__(self, config: Path, log: Path, stream: str) -> None:
-        self._config = config
-        self._log = log
-        self._stream = stream
+    def __init__(self, name: str, command: str, target: str, config: Path) -> None:
+        self.name = name
+        self._command = [sys.executable, "-m", "walstream.cli", command, target, "--config", str(config)]
+        self._folder = config.parent
+        self._log = self._folder / f"{name}.log"
         # Settings of the user's own stream must not reach the demo's.
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX) or k == _KEPT}
         self.environment[PARENT_VARIABLE] = str(os.getpid())
         self._process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
 
     @property
     def pid(self) -> int | None:
@@ -49,18 +47,16 @@ class Child:
 
     def start(self) -> None:
         """Start it, in a session of its own: a Ctrl-C at the terminal is for us to pass on."""
-        command = [sys.executable, "-m", "walstream.cli", "run", self._stream, "--config", str(self._config)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self.environment,
-                cwd=self._config.parent,
+                cwd=self._folder,
                 start_new_session=True,
             )
-        self.starts += 1
 
     def kill(self) -> None:
         """End it with SIGKILL, as a machine out of memory would."""
@@ -68,11 +64,16 @@ class Child:
             self._process.kill()
             self._process.wait()
 
+    def ask_to_stop(self) -> None:
+        """Send it SIGTERM."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
     def stop(self, timeout: float) -> None:
         """End it with SIGTERM, and after ``timeout`` seconds with SIGKILL."""
         if self._process is None or self._process.poll() is not None:
             return
-        self._process.send_signal(signal.SIGTERM)
+        self.ask_to_stop()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -86,7 +87,7 @@ class Child:
         """
         if self._process is None or (code := self._process.poll()) is None:
             return
-        raise WalstreamError(f"the consumer ended by itself with exit code {code}: {self.said}")
+        raise WalstreamError(f"the {self.name} ended by itself with exit code {code}: {self.said}")
 
     @property
     def said(self) -> str:

@@ -5,8 +5,6 @@ It runs in a process of its own, because it is killed again and again.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,8 +14,10 @@ from psycopg2.extras import execute_values
 
 from walstream import Context, Event, Projector, Stream
 from walstream.projectors.event_counter import EventCounter
-from walstream.projectors.handoff_inbox import HandoffInbox
+from walstream.projectors.handoff_router import HandoffRouter
 from walstream.projectors.json_lines_file import JsonLinesFile
+
+from .orphans import end_with_the_demo
 
 FILE: Final = "events.jsonl"  # in the folder that it is started in
 
@@ -51,17 +51,6 @@ class DeliveryLog(Projector):
         )
 
 
-def _end_with(parent: int) -> None:
-    """End this process when the demo's is gone: killed with SIGKILL itself, it cannot stop us."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
 def _microseconds(moment: datetime | None) -> int | None:
     if moment is None:
         return None
@@ -69,9 +58,8 @@ def _microseconds(moment: datetime | None) -> int | None:
     return (since.days * 86400 + since.seconds) * 1_000_000 + since.microseconds
 
 
-if parent := os.environ.get("WALSTREAM_DEMO_PARENT"):
-    _end_with(int(parent))
+end_with_the_demo()
 
 stream = Stream()
-for projector in (DeliveryLog(), EventCounter(), HandoffInbox(), JsonLinesFile(FILE)):
+for projector in (DeliveryLog(), EventCounter(), HandoffRouter(), JsonLinesFile(FILE)):
     stream.add(projector)

@@ -1,4 +1,4 @@
-"""The proof: what the ledger holds, compared in SQL with what every projector made of it.
+"""The proof: what the ledger holds, compared in SQL with what every projector and worker made of it.
 
 The ledger is the truth. The order (decoded from ``commit_order``) and the file are loaded into temporary tables next
 to it, and everything after that is a query. ``lost`` and ``duplicated`` are sums over all comparisons: an event that
@@ -24,6 +24,9 @@ from walstream.ledger.json_lines import parse_event
 from walstream.lsn import parse_lsn
 from walstream.order.segment import decode_body
 
+from .handoffs import ROUTED, TABLES, WORKED, Handoffs, Latency, count_handoffs, latency_of
+from .journal import Begun
+
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
     from psycopg2.extensions import cursor as Cursor
@@ -48,30 +51,21 @@ class Comparison:
 
 
 @dataclass(slots=True)
-class Latency:
-    """Milliseconds from commit to handler."""
-
-    events: int
-    p50_ms: float | None
-    p99_ms: float | None
-    max_ms: float | None
-
-
-@dataclass(slots=True)
 class Proof:
     """What was found. :attr:`holds` is the verdict.
 
     Attributes:
         written: rows in the ledger.
-        claimed: events that the agents say they committed.
+        claimed: events that have to be in it: those that agents committed themselves, by their own account, and those
+            that workers had to write in the sessions that were handed to them.
         offsets: ledger rows that have an offset.
         gaps: offsets between the first and the last that nobody has.
         delivered: ledger rows that reached the handlers.
         out_of_order: deliveries that came after one with a higher offset.
         altered: lines of the file that differ from their row.
         late_seqs: events that committed after one with a higher seq: the order is not the sequence's.
-        taken_twice: handoffs that more than one agent took up.
-        comparisons: by projector.
+        transactions: that the events came in.
+        comparisons: by what was compared with the ledger.
     """
 
     written: int = 0
@@ -83,25 +77,26 @@ class Proof:
     altered: int = 0
     late_seqs: int = 0
     sessions: int = 0
-    handoffs: int = 0
-    taken_twice: int = 0
+    transactions: int = 0
     comparisons: dict[str, Comparison] = field(default_factory=dict)
-    latency: Latency = field(default_factory=lambda: Latency(0, None, None, None))
-    undisturbed: Latency = field(default_factory=lambda: Latency(0, None, None, None))
+    latency: Latency = field(default_factory=Latency)
+    undisturbed: Latency = field(default_factory=Latency)
+    handoffs: Handoffs = field(default_factory=Handoffs)
 
     @property
     def lost(self) -> int:
-        """Events that some comparison misses; also rows that agents committed and the ledger does not hold."""
+        """Events that some comparison misses; also rows that have to be in the ledger and are not."""
         return sum(c.lost for c in self.comparisons.values()) + max(0, self.claimed - self.written)
 
     @property
     def duplicated(self) -> int:
-        """Showings beyond the first, and handoffs taken up twice."""
-        return sum(c.duplicated for c in self.comparisons.values()) + self.taken_twice
+        """Showings beyond the first."""
+        return sum(c.duplicated for c in self.comparisons.values())
 
     @property
     def holds(self) -> bool:
-        """Whether every event was delivered once, in order, unaltered, and nothing else was."""
+        """Whether every event was delivered once, in order, unaltered, every handoff ran to completion once, and
+        nothing else did."""
         wrong = self.lost + self.duplicated + self.gaps + self.out_of_order + self.altered
         return wrong + sum(c.foreign for c in self.comparisons.values()) == 0 and self.written == self.claimed
 
@@ -124,10 +119,10 @@ class Proof:
             "foreign": sum(c.foreign for c in self.comparisons.values()),
             "late_seqs": self.late_seqs,
             "sessions": self.sessions,
-            "handoffs": self.handoffs,
-            "taken_twice": self.taken_twice,
+            "transactions": self.transactions,
             "projectors": {name: asdict(comparison) for name, comparison in self.comparisons.items()},
             "undisturbed": asdict(self.undisturbed),
+            **self.handoffs.as_json(),
         }
 
 
@@ -135,11 +130,11 @@ _TABLES: Final = """\
 CREATE TEMPORARY TABLE proof_ledger ON COMMIT DROP AS
     SELECT $seq AS seq, $session_id::text AS session_id, $agent_id::text AS agent_id, $event_type::text AS event_type,
            $payload::text AS payload FROM $table;
-CREATE TEMPORARY TABLE proof_order (event_offset bigint, seq bigint) ON COMMIT DROP;
+CREATE TEMPORARY TABLE proof_order (event_offset bigint, seq bigint, commit_lsn bigint) ON COMMIT DROP;
 CREATE TEMPORARY TABLE proof_file (
     line bigint, event_offset bigint, seq bigint, session_id text, agent_id text, event_type text, payload text
 ) ON COMMIT DROP;
-CREATE TEMPORARY TABLE proof_outages (from_us bigint, to_us bigint) ON COMMIT DROP;
+CREATE TEMPORARY TABLE proof_outages (who text, from_us bigint, to_us bigint) ON COMMIT DROP;
 """
 
 # $shown is a relation with a column seq: what somebody shows. $wanted: the part of the ledger it has to show.
@@ -173,12 +168,7 @@ SELECT (SELECT count(*) FROM proof_ledger),
        (SELECT count(*) FROM (
            SELECT seq < max(seq) OVER (ORDER BY event_offset ROWS UNBOUNDED PRECEDING) AS late FROM proof_order
         ) AS steps WHERE late),
-       (SELECT count(*) FROM proof_ledger WHERE event_type = 'handoff.emitted'),
-       (SELECT coalesce(sum(times - 1), 0) FROM (
-           SELECT count(*) AS times FROM proof_ledger
-            WHERE event_type = 'handoff.received' AND payload::jsonb ->> 'handoff' IN (SELECT key FROM agent_inbox)
-            GROUP BY payload::jsonb ->> 'handoff'
-        ) AS taken)"""
+       (SELECT count(DISTINCT commit_lsn) FROM proof_order)"""
 
 _LATENCY: Final = """\
 SELECT count(*),
@@ -190,7 +180,8 @@ SELECT count(*),
 _UNDISTURBED: Final = (
     _LATENCY
     + """
-   AND NOT EXISTS (SELECT FROM proof_outages WHERE committed_us <= to_us AND handled_us >= from_us)"""
+   AND NOT EXISTS (SELECT FROM proof_outages
+                    WHERE who = 'consumer' AND committed_us <= to_us AND handled_us >= from_us)"""
 )
 
 
@@ -200,25 +191,28 @@ def prove(
     file: Path,
     *,
     claimed: int,
-    outages: Sequence[tuple[int, int]] = (),
+    turns: Iterable[Begun] | None = None,
+    outages: Sequence[tuple[str, int, int]] = (),
 ) -> Proof:
     """Compare everything with the ledger, in one snapshot.
 
     Args:
         connection: not in autocommit mode; its search path finds the demo's tables.
         file: the append-only file that the consumer wrote.
-        claimed: how many events the agents committed, by their own account.
-        outages: from each kill to the first delivery after it, in microseconds since 1970.
+        claimed: how many events have to be in the ledger.
+        turns: what workers noted; ``None`` if there were none to work on handoffs.
+        outages: who was killed (``consumer``, or an agent), when, and when it was back, in microseconds since 1970.
     """
     connection.rollback()
     connection.set_session(isolation_level="REPEATABLE READ")
     proof = Proof(claimed=claimed)
     with connection, connection.cursor() as cur:
-        cur.execute(_for_ledger(_TABLES, settings.ledger))
+        cur.execute(_for_ledger(_TABLES, settings.ledger) + TABLES)
         _copy(cur, "proof_order", _offsets(cur, settings))
         _copy(cur, "proof_file", _lines(file))
         _copy(cur, "proof_outages", outages)
-        for table in ("proof_ledger", "proof_order", "proof_file"):
+        _copy(cur, "proof_turns", ((turn.seq, turn.token, turn.agent, turn.at_us) for turn in turns or ()))
+        for table in ("proof_ledger", "proof_order", "proof_file", "proof_turns"):
             cur.execute(f"ANALYZE {table}")
         cur.execute(_NUMBERS)
         numbers = cur.fetchone() or ()
@@ -231,32 +225,24 @@ def prove(
             proof.out_of_order,
             proof.altered,
             proof.late_seqs,
-            proof.handoffs,
-            proof.taken_twice,
+            proof.transactions,
         ) = map(int, numbers)
         shown = {
             "commit order": ("SELECT seq FROM proof_order", "true"),
             "delivery log": ("SELECT seq FROM demo_deliveries", "true"),
-            "handoff inbox": (
-                "SELECT split_part(key, ':', 3)::bigint AS seq FROM agent_inbox",
-                "event_type = 'handoff.emitted'",
-            ),
             "file": ("SELECT seq FROM proof_file", "true"),
+            **ROUTED,
+            **(WORKED if turns is not None else {}),
         }
         for name, (relation, wanted) in shown.items():
             cur.execute(_COMPARE.replace("$shown", relation).replace("$wanted", wanted))
             proof.comparisons[name] = Comparison(*map(int, cur.fetchone() or ()))
         cur.execute(_COMPARE_COUNTS)
         proof.comparisons["event counter"] = Comparison(*map(int, cur.fetchone() or ()))
-        proof.latency = _latency(cur, _LATENCY)
-        proof.undisturbed = _latency(cur, _UNDISTURBED)
+        proof.latency = latency_of(cur, _LATENCY)
+        proof.undisturbed = latency_of(cur, _UNDISTURBED)
+        proof.handoffs = count_handoffs(cur)
     return proof
-
-
-def _latency(cur: Cursor, query: str) -> Latency:
-    cur.execute(query)
-    events, *microseconds = cur.fetchone() or (0, None, None, None)
-    return Latency(int(events), *(None if us is None else round(float(us) / 1000, 3) for us in microseconds))
 
 
 def _for_ledger(sql: str, ledger: LedgerTable) -> str:
@@ -265,7 +251,7 @@ def _for_ledger(sql: str, ledger: LedgerTable) -> str:
     return sql.replace("$table", ledger.qualified)
 
 
-def _offsets(cur: Cursor, settings: Settings) -> Iterator[tuple[int, int]]:
+def _offsets(cur: Cursor, settings: Settings) -> Iterator[tuple[int, int, int]]:
     cur.execute(
         "SELECT first_offset, events, last_lsn::text, partial_inserts, recovered, generation, body"
         f" FROM {quote(settings.namespace)}.commit_order ORDER BY first_offset"
@@ -280,7 +266,9 @@ def _offsets(cur: Cursor, settings: Settings) -> Iterator[tuple[int, int]]:
             recovered=recovered,
             generation=generation,
         )
-        yield from enumerate(segment.seqs, start=first)
+        pieces = zip(segment.commit_lsns, segment.tx_sizes, strict=True)
+        commits = [lsn for lsn, size in pieces for _ in range(size)]
+        yield from zip(range(first, first + events), segment.seqs, commits, strict=True)
 
 
 def _lines(file: Path) -> Iterator[tuple[Any, ...]]:

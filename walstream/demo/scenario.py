@@ -4,6 +4,9 @@ A planner opens a session and hands it to a researcher; the researcher asks a mo
 writer; the writer drafts and hands on to a reviewer, who completes the task, fails it, or sends it back. Each of them
 writes its steps in small transactions. Some of those fail on the way and are rolled back, whole or to a savepoint, and
 tried again: a ledger of agents looks like that, and a consumer that read the log carelessly would show it.
+
+What follows a handoff depends on the session alone. So a turn that is tried again, in another process maybe, does the
+same again, and it is known beforehand how many events a session has when everything went well, whoever dies meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import random
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -44,34 +47,26 @@ class Step:
     undone: tuple[NewEvent, ...] = ()
     hold: float = 0.0
 
-    def first(self, count: int) -> Step:
-        """The same step with no more than ``count`` events."""
-        return Step(self.events[:count], self.undo, self.undone, self.hold)
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """What an agent takes up: a session at the point where it is this agent's turn.
 
     Attributes:
-        sender: agent id of who handed it on; empty if nobody did.
-        handoff: key of the event that handed it on; empty if nobody did.
         rounds: how often a reviewer has sent it back.
     """
 
     session_id: str
     subject: str
-    sender: str = ""
-    handoff: str = ""
     rounds: int = 0
 
 
-def roles_of(agents: int) -> list[tuple[Role, ...]]:
-    """Distribute the roles over ``agents`` agents; if there are fewer than four, some have several."""
-    if agents < len(ROLES):
-        return [tuple(ROLES[i::agents]) for i in range(agents)]
-    first: list[tuple[Role, ...]] = [(role,) for role in ROLES]
-    return first + [(_MORE[i % len(_MORE)],) for i in range(agents - len(ROLES))]
+def numbers_of(agents: int) -> dict[Role, int]:
+    """How many of ``agents`` agents have each role. There is always one."""
+    numbers: dict[Role, int] = dict.fromkeys(ROLES, 1)
+    for extra in range(agents - len(ROLES)):
+        numbers[_MORE[extra % len(_MORE)]] += 1
+    return numbers
 
 
 def new_task(rng: random.Random) -> Task:
@@ -81,21 +76,35 @@ def new_task(rng: random.Random) -> Task:
 
 
 def turn(role: Role, agent_id: str, task: Task, rng: random.Random, *, alone: bool = False) -> Iterator[Step]:
-    """Yield the transactions of one agent's turn. The first holds ``handoff.received`` if the task was handed on.
+    """Yield the transactions of one agent's turn, without the ``handoff.received`` that comes with the claim.
 
     Args:
         alone: the agent does everything itself and hands nothing on.
     """
     work = _Work(agent_id, task, rng)
-    opening = [work.received()] if task.handoff else []
-    if not task.handoff or rng.random() < 0.3:
-        opening.append(work.context(role))
-    yield work.step(opening)
+    if role == "planner" or rng.random() < 0.3:
+        yield work.step([work.context(role)])
     for _ in range({"planner": 1, "researcher": rng.randint(1, 4), "writer": 2, "reviewer": 1}[role] + 2 * alone):
         yield from work.thought()
         if role in ("researcher", "writer") or alone:
             yield from work.tool_call()
     yield work.step([work.ending(role, alone)])
+
+
+def turn_after(handoff: Mapping[str, Any], session_id: str) -> list[Step]:
+    """The turn of the agent that ``handoff``, a payload, names: the same whenever it is asked for."""
+    role: Role = handoff["to"]
+    task = Task(session_id, handoff["task"], handoff["rounds"])
+    return list(turn(role, role, task, random.Random(f"{session_id}:{role}:{task.rounds}")))
+
+
+def events_after(steps: Sequence[Step]) -> int:
+    """How many events others write after ``steps``, a turn, until the session ends."""
+    count = 0
+    while (last := steps[-1].events[-1]).event_type == "handoff.emitted":
+        steps = turn_after(json.loads(last.payload), last.session_id)
+        count += 1 + sum(len(step.events) for step in steps)  # with the handoff.received
+    return count
 
 
 def shaped(events: Sequence[NewEvent], rng: random.Random) -> Iterator[Step]:
@@ -124,9 +133,6 @@ class _Work:
 
     def step(self, events: Sequence[NewEvent]) -> Step:
         return _with_accidents(events, self._rng)
-
-    def received(self) -> NewEvent:
-        return self._event("handoff.received", {"from": self._task.sender, "handoff": self._task.handoff})
 
     def context(self, role: Role) -> NewEvent:
         messages = [

@@ -34,23 +34,30 @@ _STYLES: Final = {
 }
 
 
+CONSUMER: Final = "consumer"
+
+
 @dataclass(slots=True)
 class Kill:
     """One SIGKILL.
 
     Attributes:
+        who: the consumer, or the agent whose worker it was.
         at_event: how many events the agents had committed.
         at: when, seconds since 1970.
-        back: when the first event was delivered after it; ``None`` until then.
+        back: when the consumer delivered the next event, or the worker was at work again; ``None`` until then.
+        turns: how many turns the worker had in hand.
     """
 
+    who: str
     at_event: int
     at: float
     back: float | None = None
+    turns: int = 0
 
     @property
     def seconds(self) -> float:
-        """How long nothing was delivered."""
+        """How long nobody did its work."""
         return (self.back or time.time()) - self.at
 
 
@@ -63,10 +70,15 @@ class Progress:
     committed: int = 0
     delivered: int = 0
     undone: int = 0
-    handoffs: int = 0
+    turns: int = 0
     kills_planned: int = 0
     kills: list[Kill] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def outages(self) -> list[Kill]:
+        """The kills that are not over."""
+        return [kill for kill in self.kills if kill.back is None]
 
 
 class Screen(Protocol):
@@ -79,7 +91,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """A line whenever the phase changes, a consumer is killed, or some seconds have passed."""
+    """A line whenever the phase changes, somebody is killed, or some seconds have passed."""
 
     def __init__(self, progress: Progress, say: Callable[[str], None]) -> None:
         self._progress = progress
@@ -107,10 +119,15 @@ class PlainScreen:
                 self._say(phase)
             for kill in progress.kills[kills:]:
                 kills += 1
-                self._say(f"kill -9 of the consumer, number {kills}, after {kill.at_event:,} events")
+                caught = f", with {kill.turns} turns in hand" if kill.turns else ""
+                whom = "consumer" if kill.who == CONSUMER else f"{kill.who}s' worker"
+                self._say(f"kill -9 of the {whom}, number {kills}, after {kill.at_event:,} events{caught}")
             if progress.committed and time.monotonic() - spoken > _PLAIN_EVERY:
                 spoken = time.monotonic()
-                self._say(f"{progress.committed:,} committed, {progress.delivered:,} delivered")
+                self._say(
+                    f"{progress.committed:,} committed, {progress.delivered:,} delivered,"
+                    f" {progress.turns:,} handoffs completed"
+                )
 
 
 class LiveScreen:
@@ -195,7 +212,7 @@ class LiveScreen:
             f"delivered [bold]{progress.delivered:,}[/]",
             f"lag [bold]{max(0, progress.committed - progress.delivered):,}[/]",
             f"rolled back [bold]{progress.undone:,}[/]",
-            f"handoffs [bold]{progress.handoffs:,}[/]",
+            f"handoffs completed [bold]{progress.turns:,}[/]",
             f"{time.monotonic() - progress.started:.0f} s",
         )
         return Panel(
@@ -210,9 +227,9 @@ class LiveScreen:
         line = Text(f"kill -9  {len(self._progress.kills)} of {self._progress.kills_planned}  ")
         for kill in self._progress.kills[-6:]:
             if kill.back is None:
-                line.append(f" ✗ {kill.seconds:.1f} s …", style="bold red")
+                line.append(f" ✗ {kill.who} {kill.seconds:.1f} s …", style="bold red")
             else:
-                line.append(f" ✓ back after {kill.seconds:.1f} s", style="green")
+                line.append(f" ✓ {kill.who} {kill.seconds:.1f} s", style="green")
         return line
 
 

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: server, swarm, consumer, kills, proof."""
+"""The demo from beginning to end: server, swarm, consumer, workers, kills, proof."""
 
 from __future__ import annotations
 
@@ -18,35 +18,31 @@ from walstream.errors import WalstreamError
 from walstream.postgres import PostgresServer
 from walstream.source.connection import connect
 
-from .agents import recorded_sessions, replaying, simulated
-from .child import STREAM, Child
+from .agents import OpenSessions, planners, recorded_sessions, replaying
+from .child import Child
+from .crew import WORKERS, Crew
+from .driving import Drive, Schedule
+from .journal import FILE as JOURNAL
+from .journal import Begun, Undone, read
 from .proof import Proof, prove
-from .screen import Kill, Progress
+from .scenario import numbers_of
+from .screen import CONSUMER, Kill, Progress
 from .swarm import Agent, Budget, Swarm, Tally
+from .workers import EFFECTS
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
+STREAM: Final = "walstream.demo.consumer:stream"
 FILE: Final = "events.jsonl"  # what the consumer's file is called, in the demo's folder
 
-_READY_SECONDS: Final = 30.0
-_OUTAGE_SECONDS: Final = 60.0
-_STUCK_SECONDS: Final = 30.0
+_READY_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 15.0
-_RESPITE: Final = 1.5  # seconds that a consumer delivers before it is killed again, at random up to this
-_TICK: Final = 0.02
 _LOOK: Final = 0.1  # seconds between two questions to the database
 
 _READY: Final = """\
-SELECT to_regclass('demo_deliveries') IS NOT NULL AND to_regclass('agent_inbox') IS NOT NULL
-   AND to_regclass('event_counts') IS NOT NULL
+SELECT to_regclass('demo_deliveries') IS NOT NULL AND to_regclass('event_counts') IS NOT NULL
    AND EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = %s AND active)"""
-_DELIVERED: Final = """\
-SELECT coalesce(max(event_offset), 0), min(handled_us) FILTER (WHERE handled_us > %s) FROM demo_deliveries"""
-_BEHIND: Final = """\
-SELECT coalesce(min(position), 0), coalesce(sum(position), 0), count(*), (SELECT generation FROM walstream.generation)
-  FROM walstream.cursors"""
-_PROJECTORS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +51,8 @@ class Plan:
 
     Attributes:
         events: how many are written in all; ``None``: all that are recorded (with ``replay``).
+        kills: of the consumer.
+        worker_kills: of workers. A replay has none.
         rate: events a second, at the most; ``None`` for as fast as it goes.
         replay: folder of recorded runs, instead of the simulation.
         copies: of each of them.
@@ -63,6 +61,7 @@ class Plan:
     events: int | None
     agents: int
     kills: int
+    worker_kills: int
     rate: float | None
     seed: int
     replay: Path | None = None
@@ -74,8 +73,9 @@ class Outcome:
     """What was shown.
 
     Attributes:
-        gave_up: nothing moved any more although not everything was delivered.
-        consumer_said: the end of the consumer's log, if the proof does not hold.
+        workers: whether there were any.
+        gave_up: nothing moved any more although not everything was done.
+        logs: the end of what consumer and workers said, if the proof does not hold.
     """
 
     proof: Proof
@@ -84,31 +84,38 @@ class Outcome:
     seconds: float
     postgres: str
     seed: int
+    workers: bool = True
     gave_up: bool = False
-    consumer_said: str = ""
+    logs: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
+        consumer, workers = self.kills_of(worker=False), self.kills_of(worker=True)
         return self.proof.as_json() | {
-            "kills": len(self.kills),
-            "outages_s": [round(kill.seconds, 3) for kill in self.kills],
-            "transactions": self.tally.transactions,
+            "kills": len(consumer),
+            "outages_s": [round(kill.seconds, 3) for kill in consumer],
+            "worker_kills": len(workers),
+            "worker_outages_s": [round(kill.seconds, 3) for kill in workers],
+            "turns_killed": sum(kill.turns for kill in workers),
             "rollbacks": self.tally.rollbacks,
             "savepoints": self.tally.savepoints,
             "rolled_back_events": self.tally.undone,
-            "handoffs_taken": self.tally.handoffs_taken,
             "seconds": round(self.seconds, 1),
             "postgres": self.postgres,
             "seed": self.seed,
             "gave_up": self.gave_up,
         }
 
+    def kills_of(self, *, worker: bool) -> list[Kill]:
+        """The kills of workers, or of the consumer."""
+        return [kill for kill in self.kills if (kill.who != CONSUMER) is worker]
+
 
 class Demo:
     """A server and a folder for one run, as a context manager that leaves nothing behind.
 
     Attributes:
-        folder: configuration, log and file of the consumer.
+        folder: configuration, logs, and the files of consumer and workers.
         stop_command: after :meth:`keep`: the line that stops the server and removes everything.
     """
 
@@ -119,9 +126,8 @@ class Demo:
         self.progress = progress
         self.folder = Path()
         self._stack = ExitStack()
-        self._random = random.Random(plan.seed)
-        self._generation = 0
-        self._gave_up = False
+        self._sessions = OpenSessions(plan.agents)
+        self._crew: Crew | None = None
 
     def __enter__(self) -> Demo:
         with ExitStack() as stack:
@@ -134,8 +140,13 @@ class Demo:
             self.settings = Settings(dsn=self.server.dsn())
             self.config = self.folder / "walstream.toml"
             self.config.write_text(f"dsn = '''{self.settings.dsn}'''\n")
-            self._child = Child(self.config, self.folder / "consumer.log", STREAM)
-            stack.callback(self._child.kill)
+            self._consumer = Child(CONSUMER, "run", STREAM, self.config)
+            stack.callback(self._consumer.kill)
+            if self.plan.replay is None:
+                hands = dict[str, int](numbers_of(self.plan.agents).items())
+                del hands["planner"]
+                self._crew = Crew(self.config, hands, WORKERS, self.settings.namespace)
+                stack.callback(self._crew.kill)
             self._stack = stack.pop_all()
         return self
 
@@ -161,41 +172,39 @@ class Demo:
         started = time.monotonic()
         budget = Budget(self.plan.events, self.plan.rate)
         swarm = Swarm(self._swarm_agents, budget, self.settings.ledger, self.connect)
+        drive = self._drive(swarm)
         with self._observer() as observer:
             self.progress.phase = "walstream init"
             self._init()
-            self.progress.phase = "starting the consumer"
-            self._child.start()
+            with observer.cursor() as cur:
+                cur.execute(EFFECTS)
+            self.progress.phase = "starting the consumer" + (" and the workers" if self._crew else "")
+            self._consumer.start()
+            if self._crew is not None:
+                self._crew.start()
             self._until_ready(observer)
             self.progress.phase = "agents at work"
             try:
                 swarm.start()
-                self._drive(swarm, observer)
+                drive.run(observer)
             finally:
                 swarm.stop()
-            self.progress.phase = "stopping the consumer"
-            self._child.stop(_STOP_SECONDS)
+            self.progress.phase = "stopping everybody"
+            if self._crew is not None:
+                self._crew.stop(_STOP_SECONDS)
+            self._consumer.stop(_STOP_SECONDS)
             self.progress.phase = "comparing with the ledger"
-        outages = [
-            (int(kill.at * 1e6), int(kill.back * 1e6) if kill.back else time.time_ns() // 1000)
-            for kill in self.progress.kills
-        ]
-        connection = self.connect("proof")
-        try:
-            proof = prove(connection, self.settings, self.folder / FILE, claimed=swarm.tally.committed, outages=outages)
-        finally:
-            connection.close()
-        seconds = time.monotonic() - started
-        told = "" if proof.holds else self._child.said
+        proof = self._prove(swarm.tally)
         return Outcome(
             proof,
             self.progress.kills,
             swarm.tally,
-            seconds,
+            time.monotonic() - started,
             self.server.version,
             self.plan.seed,
-            gave_up=self._gave_up,
-            consumer_said=told,
+            workers=self._crew is not None,
+            gave_up=drive.gave_up,
+            logs="" if proof.holds else self._logs(),
         )
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -204,7 +213,7 @@ class Demo:
         plan = self.plan
         if plan.replay is None:
             assert plan.events is not None
-            return simulated(plan.agents, plan.seed), plan.events
+            return planners(numbers_of(plan.agents)["planner"], plan.seed, self._sessions), plan.events
         sessions = recorded_sessions(plan.replay, plan.copies)
         recorded = sum(map(len, sessions))
         return replaying(plan.agents, plan.seed, sessions), min(plan.events or recorded, recorded)
@@ -229,7 +238,7 @@ class Demo:
             capture_output=True,
             text=True,
             cwd=self.folder,
-            env=self._child.environment,
+            env=self._consumer.environment,
             check=False,
         )
         if done.returncode:
@@ -247,98 +256,60 @@ class Demo:
     def _until_ready(self, observer: Connection) -> None:
         deadline = time.monotonic() + _READY_SECONDS
         while True:
-            self._child.check()
+            self._consumer.check()
+            if self._crew is not None:
+                self._crew.check()
             with observer.cursor() as cur:
                 cur.execute(_READY, (self.settings.slot,))
                 (ready,) = cur.fetchone() or (False,)
-            if ready:
+            if ready and (self._crew is None or self._crew.ready(observer)):
                 return
             if time.monotonic() > deadline:
-                raise WalstreamError(
-                    f"the consumer did not begin to stream within {_READY_SECONDS:.0f} s: {self._child.said}"
-                )
+                raise WalstreamError(f"nobody was at work within {_READY_SECONDS:.0f} s: {self._logs()}")
             time.sleep(_LOOK)
 
-    def _drive(self, swarm: Swarm, observer: Connection) -> None:
-        """Kill the consumer at its marks, until the agents are done and everything is delivered."""
-        marks = self._marks()
-        swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
-        look_at = moved_at = respite = 0.0
-        moved = (0, 0)
-        while True:
-            self._child.check()
-            if swarm.error is not None:
-                raise swarm.error
-            progress = self.progress
-            progress.committed = swarm.tally.committed
-            progress.undone = swarm.tally.undone
-            progress.handoffs = swarm.tally.handoffs_taken
-            busy = swarm.busy
-            if marks and progress.committed >= marks[0] and self._alive_for() > respite:
-                respite = self._random.uniform(0.0, _RESPITE)
-                marks.pop(0)
-                swarm.budget.close_gate_at(marks[0] + self._slack() if marks else None)
-                self._kill()
-            now = time.monotonic()
-            if now >= look_at:
-                look_at = now + _LOOK
-                reached, steps = self._look(observer)
-                if busy or marks or self._outage() or moved != (progress.delivered, steps):
-                    moved, moved_at = (progress.delivered, steps), now
-                if not busy and not marks and not self._outage():
-                    progress.phase = "catching up"
-                    if reached >= progress.committed:
-                        return
-                    if now - moved_at > _STUCK_SECONDS:
-                        self._gave_up = True  # the proof shows what is missing
-                        return
-            time.sleep(_TICK)
+    def _drive(self, swarm: Swarm) -> Drive:
+        rng = random.Random(self.plan.seed)
+        schedules = (
+            Schedule(self.plan.kills, self._total, rng),
+            Schedule(self.plan.worker_kills if self._crew else 0, self._total, rng),
+        )
+        return Drive(self.progress, swarm, self._sessions, self._consumer, self._crew, schedules, rng)
 
-    def _marks(self) -> list[int]:
-        """After how many events the consumer is killed: a random number in each of so many equal parts of the way."""
-        low, high = self._total * 0.05, self._total * 0.92
-        part = (high - low) / max(self.plan.kills, 1)
-        return [max(1, int(low + part * (n + self._random.random()))) for n in range(self.plan.kills)]
+    def _prove(self, tally: Tally) -> Proof:
+        """Compare everything, and add to ``tally`` what workers took back."""
+        turns: list[Begun] = []
+        for entry in read(self.folder / JOURNAL):
+            if isinstance(entry, Begun):
+                turns.append(entry)
+            else:
+                count_undone(tally, entry)
+        outages = [
+            (kill.who, int(kill.at * 1e6), int(kill.back * 1e6) if kill.back else time.time_ns() // 1000)
+            for kill in self.progress.kills
+        ]
+        connection = self.connect("proof")
+        try:
+            return prove(
+                connection,
+                self.settings,
+                self.folder / FILE,
+                claimed=tally.claimed,
+                turns=turns if self._crew else None,
+                outages=outages,
+            )
+        finally:
+            connection.close()
 
-    def _slack(self) -> int:
-        """How far agents may get beyond a mark whose kill is not due yet, because the last one is not over."""
-        return int(self._total / (self.plan.kills + 1) / 2)
+    def _logs(self) -> str:
+        workers = f"\n{self._crew.said}" if self._crew else ""
+        return f"consumer: {self._consumer.said}{workers}"
 
-    def _outage(self) -> Kill | None:
-        kills = self.progress.kills
-        return kills[-1] if kills and kills[-1].back is None else None
 
-    def _alive_for(self) -> float:
-        """Seconds since the consumer delivers (again); below 0 while it does not."""
-        kills = self.progress.kills
-        if self._outage() or not self.progress.delivered:
-            return -1.0
-        return time.time() - (kills[-1].back or 0.0) if kills else _RESPITE + 1
-
-    def _kill(self) -> None:
-        time.sleep(self._random.uniform(0, 0.05))
-        self._child.kill()
-        self.progress.kills.append(Kill(self.progress.committed, time.time()))
-        self._child.start()
-
-    def _look(self, observer: Connection) -> tuple[int, int]:
-        """Ask how far the deliveries are; return the offset that every projector has reached, and the sum of all."""
-        outage = self._outage()
-        with observer.cursor() as cur:
-            cur.execute(_DELIVERED, (int((outage.at if outage else time.time()) * 1e6),))
-            self.progress.delivered, back_us = cur.fetchone() or (0, None)
-            cur.execute(_BEHIND)
-            reached, steps, cursors, generation = cur.fetchone() or (0, 0, 0, 0)
-        if outage is not None:
-            idle = self.progress.delivered >= self.progress.committed and generation > self._generation
-            if back_us is not None:
-                outage.back = back_us / 1e6
-            elif idle:  # it took over, and there was nothing to deliver
-                outage.back = time.time()
-            elif outage.seconds > _OUTAGE_SECONDS:
-                raise WalstreamError(
-                    f"no consumer took over within {_OUTAGE_SECONDS:.0f} s of the kill: {self._child.said}"
-                )
-        if not self._outage():
-            self._generation = generation
-        return int(reached) if cursors >= _PROJECTORS else 0, int(steps)
+def count_undone(tally: Tally, entry: Undone) -> None:
+    """Add what a worker took back."""
+    tally.undone += entry.events
+    if entry.savepoint:
+        tally.savepoints += 1
+    else:
+        tally.rollbacks += 1

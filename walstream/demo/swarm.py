@@ -1,7 +1,8 @@
 """The swarm: agents in threads, each with a connection, writing to the ledger at a common pace.
 
-They know nothing of the consumer; what they wrote is counted here as it was committed, so that the proof can compare
-the ledger with the writers and not only the consumer with the ledger.
+They know nothing of the consumer, nor of the workers that they hand sessions to. What they wrote is counted here as it
+was committed, and what they handed on as it has to come back, so that the proof can compare the ledger with what was
+meant to be in it and not only the consumer with the ledger.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from walstream.ledger.append import insert_events
+from walstream.ledger.append import NewEvent, insert_events
 from walstream.ledger.importing import Pace
 
 from .scenario import Step
@@ -29,14 +30,24 @@ class Spent(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """What the agents did, by their own account."""
+    """What the agents did, by their own account.
+
+    Attributes:
+        committed: events that they wrote themselves.
+        handed_on: events that workers have to write in the sessions that were handed to them.
+        undone: events that were inserted and taken back.
+    """
 
     committed: int = 0
-    transactions: int = 0
+    handed_on: int = 0
     undone: int = 0
     rollbacks: int = 0
     savepoints: int = 0
-    handoffs_taken: int = 0
+
+    @property
+    def claimed(self) -> int:
+        """Events that the ledger has to hold in the end."""
+        return self.committed + self.handed_on
 
 
 class Budget:
@@ -71,9 +82,20 @@ class Budget:
             self._pace.wait(granted)
             return granted
 
+    def reserve(self, wanted: int) -> bool:
+        """Wait for the pace, and set aside ``wanted`` events; ``False``, and nothing is, if there are not so many."""
+        with self._change:
+            if self._closed or (self._left is not None and self._left < wanted):
+                return False
+            if self._left is not None:
+                self._left -= wanted
+            self.granted += wanted
+            self._pace.wait(wanted)
+            return True
+
     @property
     def spent(self) -> bool:
-        """Whether nothing may be written any more; agents that wait for a handoff need not wait longer."""
+        """Whether nothing may be written any more, but for what is set aside."""
         return self._closed or self._left == 0
 
     def wait_at_gate(self) -> None:
@@ -111,12 +133,31 @@ class Desk:
             Spent: nothing may be written any more; nothing of it was.
         """
         self._budget.wait_at_gate()
-        if step.undo == "transaction":
-            self.abandon(step)
-        self.finish(step)
+        granted = self._budget.take(len(step.events))
+        self._carry_out(step, granted)
 
-    def abandon(self, step: Step) -> None:
-        """Insert what the step takes back, and roll back whatever is open."""
+    def hand_on(self, steps: Sequence[Step], follow: int) -> bool:
+        """Carry out ``steps``, the last of which hands the session on; ``False`` if there is not enough left for it.
+
+        Args:
+            follow: how many events others then write in the session.
+        """
+        self._budget.wait_at_gate()
+        if not self._budget.reserve(follow + sum(len(step.events) for step in steps)):
+            return False
+        for step in steps:
+            self._carry_out(step, len(step.events))
+        with _counting:
+            self._tally.handed_on += follow
+        return True
+
+    def _carry_out(self, step: Step, granted: int) -> None:
+        if step.undo == "transaction":
+            self._abandon(step)
+        self._finish(step, step.events[:granted])
+
+    def _abandon(self, step: Step) -> None:
+        """Insert what the step takes back, and roll it back."""
         with self.connection.cursor() as cur:
             insert_events(cur, self._ledger, step.undone)
         self.connection.rollback()
@@ -124,18 +165,8 @@ class Desk:
             self._tally.undone += len(step.undone)
             self._tally.rollbacks += 1
 
-    def finish(self, step: Step) -> None:
-        """Write the step's events and commit, together with what the transaction holds already.
-
-        Raises:
-            Spent: nothing may be written any more; the transaction is rolled back.
-        """
-        try:
-            granted = self._budget.take(len(step.events))
-        except Spent:
-            self.connection.rollback()
-            raise
-        events = step.events[:granted]
+    def _finish(self, step: Step, events: Sequence[NewEvent]) -> None:
+        """Write ``events`` of the step, and commit."""
         savepoint = step.undo == "savepoint"
         with self.connection, self.connection.cursor() as cur:
             insert_events(cur, self._ledger, events[:1])
@@ -149,15 +180,9 @@ class Desk:
                 insert_events(cur, self._ledger, events[1:])
         with _counting:
             self._tally.committed += len(events)
-            self._tally.transactions += 1
             if savepoint:
                 self._tally.undone += len(step.undone)
                 self._tally.savepoints += 1
-
-    def took_handoff(self) -> None:
-        """Count a handoff that was taken up."""
-        with _counting:
-            self._tally.handoffs_taken += 1
 
 
 _counting = threading.Lock()
