@@ -98,7 +98,6 @@ class Claims:
                 return None
             self.more = taken.more
             if taken.refused is None:
-                self._taken += 1
                 return _with(taken.job, taken.handoff)
             log.error(
                 "job %d (session %s) cannot be begun, next try in %.0f s: %s",
@@ -106,9 +105,12 @@ class Claims:
             )
         return None
 
+    def begin(self) -> None:
+        """The turn of the job begins: it is not :meth:`left` any more, because two turns of one token must not be."""
+        self._taken += 1
+
     @property
     def _owner(self) -> str:
-        # Another one for each job, so that none is found again whose turn has begun: two of one token must not be.
         return f"{self._name}/{self._taken}"
 
     def left(self, conn: Connection) -> ClaimedJob | None:
@@ -121,9 +123,7 @@ class Claims:
             job = self._jobs.get(int(row[0]), on=conn)
             if not self._jobs.renew(job, lease_seconds=self._lease_seconds, on=conn):
                 return None
-            found = _with(job, self._handoff(cur, job))
-        self._taken += 1
-        return found
+            return _with(job, self._handoff(cur, job))
 
     def _handoff(self, cur: Cursor, job: Job) -> FoldEvent | None:
         if job.event_seq is None:

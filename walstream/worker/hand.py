@@ -199,6 +199,7 @@ class Hand:
         lease = place.leases.hold(job, place.timeout)
         self.busy = True
         self._turn = lease
+        self._claims.begin()
         began = time.monotonic()
         ledger = TurnLedger(place.settings, job, place.agent, lease, _Transactions(self, lease), place.types)
         try:
