@@ -15,6 +15,6 @@ stream.add(
         heads_to=os.environ["AUDIT_HEADS"],
         head_every=50,
         head_seconds=1,
-        roll_bytes=int(os.environ.get("AUDIT_ROLL_BYTES", "60000")),
+        roll_bytes=int(os.environ.get("AUDIT_ROLL_BYTES", "20000")),
     )
 )

@@ -36,6 +36,7 @@ from walstream.audit.tail import SIDE_FOLDER
 from walstream.audit.trail import AuditTrail
 from walstream.config import Settings
 from walstream.errors import ConfigError
+from walstream.plugins import configured_projectors
 from walstream.projectors.audit_sink import AuditSink
 
 
@@ -112,6 +113,43 @@ def test_what_a_head_vouches_for_is_never_put_aside(directory: Path) -> None:
         record(directory, events(9, 10))
     assert newest(directory).read_bytes() == changed
     assert not (directory / SIDE_FOLDER).exists()
+
+
+def test_a_whole_record_of_another_chain_is_no_crash(directory: Path, tmp_path: Path) -> None:
+    record(directory, events(1, 3))
+    record(tmp_path / "other", events(1, 9))
+    foreign = newest(tmp_path / "other").read_bytes().splitlines(keepends=True)[4]
+    with newest(directory).open("ab") as file:
+        file.write(foreign)
+    with pytest.raises(TrailBroken, match=r"record 5: it does not follow .* not what a crash leaves"):
+        record(directory, [event(4)])
+    assert newest(directory).read_bytes().endswith(foreign)
+
+
+@pytest.mark.parametrize("size", [100, 3_000_000])
+def test_lines_longer_than_a_block_are_read(directory: Path, size: int) -> None:
+    large = '"' + "x" * size + '"'
+    record(directory, [event(1, payload=large), event(2), event(3, payload=large)], roll_bytes=1)
+    record(directory, [event(3, payload=large), event(4, payload=large)], roll_bytes=1)
+    assert [len(each.payload or b"") for each in records(directory) if each.kind == "event"] == [
+        *(size + 2, 11, size + 2, size + 2)
+    ]
+    assert offsets(directory) == [1, 2, 3, 4]
+    verified(directory)
+
+
+def test_the_configuration_finds_the_sink(directory: Path) -> None:
+    settings = Settings.model_validate({"projectors": {"audit-sink": {"options": {"directory": str(directory)}}}})
+    (sink,) = configured_projectors(settings)
+    assert isinstance(sink, AuditSink)
+    assert (sink.name, sink.on_poison, sink.lanes) == ("audit-sink", "halt", 1)
+
+
+def test_one_that_never_had_its_turn_leaves_the_directory_alone(directory: Path) -> None:
+    record(directory, events(1, 2))
+    before = (directory / "lock").read_bytes()
+    AuditTrail(directory).close()
+    assert (directory / "lock").read_bytes() == before
 
 
 def test_records_that_are_cut_off_behind_a_head_are_missed(directory: Path) -> None:

@@ -339,6 +339,16 @@ def test_a_directory_without_a_trail_is_refused(tmp_path: Path) -> None:
             verify(where)
 
 
+def test_a_second_place_may_hold_heads_of_other_chains(trail: Trail, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    record(other, events(1, 5), key=trail.key, heads_to=str(trail.second))
+    report = trail.verify()
+    assert report.findings == []
+    assert [note.split(";")[0] for note in report.notes] == ["the second place holds heads of other chains as well"]
+    found = verify(other, verifier=trail.verifier, other_heads=[h for h in read_heads(trail.second) if h.n > 6])
+    assert "it is of another chain" in found.findings[0].what
+
+
 # -- heads and keys ----------------------------------------------------------------------------------------------------
 
 

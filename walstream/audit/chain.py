@@ -23,10 +23,14 @@ class Broken(Exception):
         index: of the line, in those that were given.
         n, offset: of the record that should stand there; the offset is the next event's.
         seq: what the line says it is, if it says so.
+        sound: it is a whole record with right digests, only not the one that belongs there.
     """
 
-    def __init__(self, reason: str, index: int, n: int, offset: int | None, seq: int | None = None) -> None:
+    def __init__(
+        self, reason: str, index: int, n: int, offset: int | None, seq: int | None = None, *, sound: bool = False
+    ) -> None:
         super().__init__(reason)
+        self.sound = sound
         self.index = index
         self.n = n
         self.offset = offset
@@ -98,16 +102,16 @@ class Link:
     def _follow_one(self, line: bytes, index: int) -> None:
         expected = None if self.offset is None else self.offset + 1
 
-        def broken(reason: str, seq: int | None = None) -> Broken:
-            return Broken(reason, index, self.n + 1, expected, seq)
+        def broken(reason: str, seq: int | None = None, *, sound: bool = True) -> Broken:
+            return Broken(reason, index, self.n + 1, expected, seq, sound=sound)
 
         try:
             record = parse(line)
         except NoRecord as error:
-            raise broken(str(error)) from None
+            raise broken(str(error), sound=False) from None
         fault = record.fault()
         if fault is not None:
-            raise broken(fault, record.seq)
+            raise broken(fault, record.seq, sound=False)
         if record.n != self.n + 1:
             raise broken(f"number {self.n + 1} is to come, and this is number {record.n}", record.seq)
         if record.prev != self.hash:

@@ -18,10 +18,11 @@ from walstream.order.table import own_table, query, segments_with_seqs_between, 
 
 from .order_facts import seqs_between
 from .record import EVENT, NoRecord, Record, parse
-from .segments import Segment, read_lines
+from .segments import MiB, Segment, read_lines
 from .verifying import Finding
 
 CHUNK: Final = 5_000
+_CHUNK_BYTES: Final = 16 * MiB
 _SCAN: Final = 50_000
 _PAGE_BITS: Final = 16
 _SHOWN: Final = 1_000  # findings that are kept; all are counted
@@ -115,6 +116,7 @@ class LedgerComparison:
 
     def _chunks(self) -> Iterator[list[tuple[str, Record]]]:
         chunk: list[tuple[str, Record]] = []
+        nbytes = 0
         for segment in self._segments:
             for lines in read_lines(segment.path):
                 for line in lines:
@@ -125,9 +127,10 @@ class LedgerComparison:
                     if record.offset is None or not self._wanted(record.offset):
                         continue
                     chunk.append((segment.path.name, record))
-                    if len(chunk) == CHUNK:
+                    nbytes += len(line)
+                    if len(chunk) == CHUNK or nbytes >= _CHUNK_BYTES:
                         yield chunk
-                        chunk = []
+                        chunk, nbytes = [], 0
         if chunk:
             yield chunk
 

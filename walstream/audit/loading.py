@@ -109,10 +109,10 @@ def _open_segment(
 
 
 def _put_right(newest: Segment, tail: Tail, head_n: int) -> None:
-    """Cut off what no head vouches for and no cursor has counted."""
+    """Cut off what a crash can have left: no head vouches for it, and it is no whole record of another chain."""
     assert newest.plain is not None
     n = tail.link.n + 1
-    if n <= head_n:
+    if n <= head_n or tail.sound:
         raise TrailBroken(
             f"{newest.name}, record {n}: {tail.fault}; and that is not what a crash leaves behind",
             hint="`walstream audit verify` says what was changed; nothing is written meanwhile",

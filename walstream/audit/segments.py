@@ -81,14 +81,18 @@ def read_lines(path: Path, *, block: int = _BLOCK) -> Iterator[list[bytes]]:
         DamagedFile: it cannot be decompressed.
     """
     with path.open("rb") as file:
-        rest = b""
+        parts: list[bytes] = []  # of a line that is longer than a block
         for data in _blocks(file, path, block):
-            lines = (rest + data).split(b"\n") if rest else data.split(b"\n")
-            rest = lines.pop()
-            if lines:
-                yield lines
-        if rest:
-            yield [rest + b"\0"]
+            end = data.rfind(b"\n")
+            if end < 0:
+                parts.append(data)
+                continue
+            parts.append(data[:end])
+            lines = (b"".join(parts) if len(parts) > 1 else parts[0]).split(b"\n")
+            parts = [data[end + 1 :]] if end + 1 < len(data) else []
+            yield lines
+        if parts:
+            yield [b"".join(parts) + b"\0"]
 
 
 def _blocks(file: BinaryIO, path: Path, block: int) -> Iterator[bytes]:

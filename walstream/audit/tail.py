@@ -28,11 +28,13 @@ class Tail:
         link: behind its last sound record.
         size: bytes up to there.
         fault: what is wrong with the next line; ``None`` if the segment ends there.
+        sound: that line is a whole record, only not the one that belongs there.
     """
 
     link: Link
     size: int
     fault: str | None
+    sound: bool = False
 
 
 def examine(path: Path, before: Link | None, wanted: Collection[int] = ()) -> Tail:
@@ -57,7 +59,7 @@ def examine(path: Path, before: Link | None, wanted: Collection[int] = ()) -> Ta
             link.follow(lines, wanted)
         except Broken as broken:
             sound = lines[: broken.index]
-            return Tail(link, size + sum(map(len, sound)) + len(sound), str(broken))
+            return Tail(link, size + sum(map(len, sound)) + len(sound), str(broken), broken.sound)
         size += sum(map(len, lines)) + len(lines)
     return Tail(link or Link(), size, None)
 

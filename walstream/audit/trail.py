@@ -134,7 +134,7 @@ class AuditTrail:
         """Put ``events`` on record, durably; those that are there already are compared.
 
         Args:
-            events: in the order of their offsets.
+            events: one or more, in the order of their offsets.
             settings: of the stream: whose ledger this is, and where to ask about offsets that have no event.
             first: the offset that a new chain begins with; ``None`` takes what comes.
 
@@ -159,8 +159,10 @@ class AuditTrail:
     def close(self) -> None:
         """Vouch for the last records, finish what is being compressed, and let go of the files."""
         try:
+            if self._open is None or self._settings is None:
+                return
             with self._directory.held() as changed:
-                if not changed and self._settings is not None and self._open is not None:
+                if not changed:
                     self._vouch(self._settings, now=True)
                     self._packer.finish(_CLOSE_SECONDS)
                     self._note_closed(self._open)

@@ -25,6 +25,7 @@ from .record import NO_HASH
 from .segment_check import Checked, check_segment
 from .segments import MiB, Segment, segments_in
 
+SECOND: Final = "the second place"
 _WORTH_A_PROCESS: Final = 48 * MiB
 """Segments of less than this together are checked sooner than another process starts."""
 
@@ -99,6 +100,11 @@ def chosen_segments(directory: Path, first: int | None = None, last: int | None 
     ]
 
 
+def about_how_many(segments: Sequence[Segment]) -> int:
+    """About how many records there are, by the names of the segments and the size of the last."""
+    return segments[-1].first_n - segments[0].first_n + _plain_size(segments[-1]) // 800 if segments else 0
+
+
 def verify(
     directory: Path,
     *,
@@ -123,14 +129,14 @@ def verify(
     report = Report()
     own_heads = read_heads(directory / HEADS) if (directory / HEADS).exists() else []  # first: it may be written to
     segments = chosen_segments(directory, first, last)
-    every = [*((head, HEADS) for head in own_heads), *((head, "the second place") for head in other_heads)]
+    every = [*((head, HEADS) for head in own_heads), *((head, SECOND) for head in other_heads)]
     wanted = {1, *(head.n for head, _ in every)}
     checked = list(_check_all(segments, wanted, progress))
     _follow(checked, segments, first is not None, report)
     manifest = _manifest(directory, checked, whole=first is None and last is None, report=report)
     chain = _chain(checked, manifest)
     whole_to_the_end = last is None and not any(finding.kind == "chain" for finding in report.findings)
-    _judge_heads(every, chain, checked, verifier, whole_to_the_end, report)
+    _judge_heads(_of_this_chain(every, chain, report), chain, checked, verifier, whole_to_the_end, report)
     _judge_blanks(checked, report)
     return report
 
@@ -296,6 +302,19 @@ def _judge_heads(
         report.notes.append("signatures were not looked at: give the public key with --key")
     if report.last_n > report.vouched_n and heads:
         report.notes.append(f"the last {report.last_n - report.vouched_n:,} records are under no head yet")
+
+
+def _of_this_chain(heads: list[tuple[Head, str]], chain: str | None, report: Report) -> list[tuple[Head, str]]:
+    """Without what a second place holds for other chains, if it holds heads of this one as well."""
+    own = [pair for pair in heads if pair[0].chain == chain or pair[1] != SECOND]
+    others = [head for head, place in heads if place == SECOND and head.chain != chain]
+    if not others or not any(place == SECOND for _, place in own):
+        return heads
+    newest = max(others, key=lambda head: head.at)
+    report.notes.append(
+        f"{SECOND} holds heads of other chains as well; the newest is of {newest.chain[:16]}…, {newest.at}"
+    )
+    return own
 
 
 def _against(

@@ -95,7 +95,7 @@ def verify(
     The first difference is named by segment, record, offset and seq. Exit code 1 if there is one.
     """
     from walstream.audit.ledger_comparison import LedgerComparison
-    from walstream.audit.verifying import chosen_segments
+    from walstream.audit.verifying import about_how_many, chosen_segments
     from walstream.audit.verifying import verify as verify_trail
 
     from .progress import FillBar
@@ -105,7 +105,7 @@ def verify(
     others = _other_heads(settings, heads)
     compared: Comparison | None = None
     with FillBar() as bar:
-        bar.begin("records", None)
+        bar.begin("records", about_how_many(chosen_segments(where, first, last)))
         try:
             report = verify_trail(
                 where, verifier=verifier, other_heads=others, first=first, last=last, progress=bar.advance
@@ -247,7 +247,8 @@ def _verifier(settings: Settings, key: Path | None) -> Verifier | None:
     if key is not None:
         return load_verifier(key)
     if configured is not None:
-        return load_verifier(configured)
+        public = Path(f"{configured}.pub")  # whoever verifies need not be able to read the other one
+        return load_verifier(public if public.exists() else configured)
     signer = load_signer(None)
     return signer.verifier if signer else None
 
