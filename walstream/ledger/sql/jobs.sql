@@ -285,6 +285,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $wals
 #variable_conflict use_variable
 DECLARE
     v_payload jsonb;
+    v_patience text;
 BEGIN
     SELECT c.* INTO take_job.job FROM $namespace.claim_job(
         take_job.agent_id, take_job.owner, take_job.lease_seconds, take_job.per_session, take_job.concurrency
@@ -307,6 +308,9 @@ BEGIN
             EXCEPTION WHEN OTHERS THEN
                 v_payload := NULL;   -- a json that no jsonb can hold: the event then says nothing of what it has to say
             END;
+            -- Somebody may be at the session for long, and the claim holds up the agent's others if they are counted.
+            v_patience := current_setting('lock_timeout');
+            PERFORM set_config('lock_timeout', '300ms', true);
             PERFORM $namespace.append(
                 job.session_id, job.agent_id, 'handoff.received',
                 jsonb_build_object(
@@ -318,6 +322,7 @@ BEGIN
                 ),
                 'handoff.received:' || job.event_seq, job.job_id, job.fencing_token
             );
+            PERFORM set_config('lock_timeout', v_patience, true);
         END IF;
     EXCEPTION WHEN OTHERS THEN
         refused := SQLERRM;
