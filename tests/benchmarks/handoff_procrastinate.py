@@ -11,14 +11,15 @@ from tests.benchmarks.handoff_receipts import DSN, HANDS, Receipts
 
 def main() -> None:
     """Work until a signal comes."""
-    receipts = Receipts()
-    app = App(connector=PsycopgConnector(conninfo=os.environ[DSN]))
+    receipts, hands = Receipts(), int(os.environ[HANDS])
+    # A connection for each job at work, and one that listens: the pool's default of four would be short.
+    app = App(connector=PsycopgConnector(conninfo=os.environ[DSN], min_size=hands + 1, max_size=hands + 1))
 
     @app.task(name="receive")
     async def receive(number: int) -> None:
         receipts.note(number)
 
-    app.run_worker(concurrency=int(os.environ[HANDS]))
+    app.run_worker(concurrency=hands)
 
 
 def emitting(dsn: str) -> App:
