@@ -7,18 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.audit_files import crash, edit, event, events, newest, record, records, settle, verified
+from tests.audit_files import SETTINGS, crash, edit, event, events, newest, record, records, settle, verified
 from walstream import Event, RetryLater
 from walstream.audit import verifying
 from walstream.audit.heads import heads_in, make_head, read_heads
 from walstream.audit.keys import ENVIRONMENT, Verifier, generate, load_signer, load_verifier
 from walstream.audit.record import ERASURE, Pen, parse, without_payload
-from walstream.audit.segments import read_lines, segments_in
+from walstream.audit.segments import name_of, read_lines, segments_in
+from walstream.audit.trail import AuditTrail
 from walstream.audit.verifying import Finding, Report, verify
 from walstream.errors import ConfigError
 
@@ -244,6 +246,37 @@ def test_a_line_that_is_being_written_is_no_difference(trail: Trail) -> None:
     report = trail.verify()
     assert report.findings == []
     assert report.notes == [f"behind record {LAST + 1} a line is not complete: it is being written, or torn"]
+
+
+def test_a_segment_that_was_just_begun_may_hold_half_a_line(trail: Trail) -> None:
+    last = records(trail.directory)[-1]
+    (trail.directory / name_of(last.n + 1, LAST + 1)).write_bytes(b'{"hash":"12')
+    report = trail.verify()
+    assert report.findings == []
+    assert report.notes[0] == f"behind record {LAST + 1} a line is not complete: it is being written, or torn"
+
+
+def test_it_is_verified_while_it_is_written(trail: Trail) -> None:
+    """Segments are begun, closed and compressed between any two looks."""
+    done = threading.Event()
+
+    def write() -> None:
+        sink = AuditTrail(trail.directory, key=trail.key, roll_bytes=6_000, head_every=3)
+        try:
+            for offset in range(LAST + 1, LAST + 120):
+                sink.record([event(offset)], SETTINGS)
+        finally:
+            sink.close()
+            done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reports = []
+    while not done.is_set():
+        reports.append(verify(trail.directory, verifier=trail.verifier))
+    writer.join()
+    assert [report.findings for report in reports] == [[]] * len(reports)
+    assert len({report.last_n for report in reports}) > 3
 
 
 def test_records_behind_the_last_head_are_told(trail: Trail) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 
 from .chain import Broken, Link
 from .record import NoRecord, parse
@@ -54,16 +53,6 @@ def check_segment(
         OSError: its file cannot be read.
     """
     path = segment.path
-    try:
-        return _check(path, segment, wanted, progress)
-    except FileNotFoundError:  # it was compressed a moment ago
-        packed = path.with_name(f"{segment.name}.zst")
-        if packed == path:
-            raise
-        return _check(packed, segment, wanted, progress)
-
-
-def _check(path: Path, segment: Segment, wanted: Collection[int], progress: Callable[[int], None] | None) -> Checked:
     made = Checked(path.name)
     link: Link | None = Link() if segment.first_n == 1 else None
     try:
@@ -86,6 +75,7 @@ def _check(path: Path, segment: Segment, wanted: Collection[int], progress: Call
         made.unfinished = lines[broken.index].endswith(b"\0")
     except (NoRecord, DamagedFile) as error:
         made.fault = str(error)
+        made.unfinished = isinstance(error, NoRecord) and lines[-1].endswith(b"\0")
         made.n = segment.first_n if link is None else link.n + 1
         made.offset = segment.next_offset if link is None or link.offset is None else link.offset + 1
     made.link = link or Link(segment.first_n - 1)

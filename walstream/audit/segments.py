@@ -76,10 +76,13 @@ def read_lines(path: Path, *, block: int = _BLOCK) -> Iterator[list[bytes]]:
     """The lines of a segment, a block at a time, without their line breaks. What stands behind the last line break, if
     anything does, comes as a last block of one line that ends with ``b"\\0"`` and so can be no record.
 
+    A plain file that is gone was compressed since somebody looked: it is read as it is now.
+
     Raises:
         OSError: the file cannot be read.
         DamagedFile: it cannot be decompressed.
     """
+    path = as_it_is_now(path)
     with path.open("rb") as file:
         parts: list[bytes] = []  # of a line that is longer than a block
         for data in _blocks(file, path, block):
@@ -93,6 +96,13 @@ def read_lines(path: Path, *, block: int = _BLOCK) -> Iterator[list[bytes]]:
             yield lines
         if parts:
             yield [b"".join(parts) + b"\0"]
+
+
+def as_it_is_now(path: Path) -> Path:
+    """The file of a segment that was ``path`` a moment ago: a plain one may have been compressed since."""
+    if path.suffix != ".zst" and not path.exists():
+        return path.with_name(f"{path.name}.zst")
+    return path
 
 
 def _blocks(file: BinaryIO, path: Path, block: int) -> Iterator[bytes]:

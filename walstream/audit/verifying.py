@@ -23,7 +23,7 @@ from .keys import Verifier
 from .manifest import BadManifest, Closed, Manifest
 from .record import NO_HASH
 from .segment_check import Checked, check_segment
-from .segments import MiB, Segment, segments_in
+from .segments import MiB, Segment, as_it_is_now, segments_in
 
 SECOND: Final = "the second place"
 _WORTH_A_PROCESS: Final = 48 * MiB
@@ -127,16 +127,21 @@ def verify(
         OSError: a file cannot be read.
     """
     report = Report()
-    own_heads = read_heads(directory / HEADS) if (directory / HEADS).exists() else []  # first: it may be written to
+    # In this order, because it may be written to meanwhile: what heads and manifest speak of is in the segments then.
+    own_heads = _own_heads(directory)
+    manifest = _read_manifest(directory, report)
     segments = chosen_segments(directory, first, last)
     every = [*((head, HEADS) for head in own_heads), *((head, SECOND) for head in other_heads)]
     wanted = {1, *(head.n for head, _ in every)}
     checked = list(_check_all(segments, wanted, progress))
     _follow(checked, segments, first is not None, report)
-    manifest = _manifest(directory, checked, whole=first is None and last is None, report=report)
+    if manifest is not None:
+        _compare(manifest, checked, first is None and last is None, report)
     chain = _chain(checked, manifest)
     whole_to_the_end = last is None and not any(finding.kind == "chain" for finding in report.findings)
     _judge_heads(_of_this_chain(every, chain, report), chain, checked, verifier, whole_to_the_end, report)
+    if whole_to_the_end and (every or verifier is not None):
+        _judge_closed(directory, checked, verifier, report)
     _judge_blanks(checked, report)
     return report
 
@@ -159,7 +164,7 @@ def _check_all(segments: list[Segment], wanted: set[int], progress: Callable[[in
 
 
 def _plain_size(segment: Segment) -> int:
-    size = segment.path.stat().st_size
+    size = as_it_is_now(segment.path).stat().st_size
     return size if segment.packed is None else size * 8
 
 
@@ -222,16 +227,19 @@ def _chain(checked: list[Checked], manifest: Manifest | None) -> str | None:
 # -- the manifest ------------------------------------------------------------------------------------------------------
 
 
-def _manifest(directory: Path, checked: list[Checked], *, whole: bool, report: Report) -> Manifest | None:
-    """Compare what the manifest says with what the segments are."""
+def _read_manifest(directory: Path, report: Report) -> Manifest | None:
     try:
         manifest = Manifest.read(directory)
     except BadManifest as error:
         report.findings.append(Finding("manifest", str(error)))
         return None
-    if manifest is None:
+    if manifest is None and directory.is_dir():
         report.findings.append(Finding("manifest", "there is no manifest.json"))
-        return None
+    return manifest
+
+
+def _compare(manifest: Manifest, checked: list[Checked], whole: bool, report: Report) -> None:
+    """Compare what the manifest says with what the segments are."""
     by_name = {each.name: each for each in checked}
     for closed in manifest.segments:
         each = by_name.get(closed.file) or by_name.get(closed.file.removesuffix(".zst"))
@@ -247,7 +255,6 @@ def _manifest(directory: Path, checked: list[Checked], *, whole: bool, report: R
             report.findings.append(
                 Finding("manifest", "it is in the manifest, and not here", closed.file, closed.first_n)
             )
-    return manifest
 
 
 def _unlike(closed: Closed, each: Checked) -> str | None:
@@ -290,18 +297,31 @@ def _judge_heads(
             finding = Finding("head", f"{what} (head of {head.at} in {place})", None, head.n, head.offset)
             faults.setdefault((place, kind), finding)
     report.findings += faults.values()
-    closed_n = checked[-2].link.n if len(checked) > 1 else 0
     if verifier is not None and not report.signed:
         report.findings.append(Finding("head", "no head is signed with this key: anybody could have made this chain"))
-    elif report.vouched_n < closed_n and (heads or verifier is not None) and whole_to_the_end:
-        what = f"no head vouches for the records behind {report.vouched_n}, and every closed segment must have one"
-        report.findings.append(Finding("head", what, checked[-2].name, report.vouched_n + 1))
     elif not heads:
         report.notes.append("there are no heads: a chain that was made anew, or cut off, would not be noticed")
     if verifier is None and heads:
         report.notes.append("signatures were not looked at: give the public key with --key")
     if report.last_n > report.vouched_n and heads:
         report.notes.append(f"the last {report.last_n - report.vouched_n:,} records are under no head yet")
+
+
+def _judge_closed(directory: Path, checked: list[Checked], verifier: Verifier | None, report: Report) -> None:
+    """The last record of every closed segment has a head. One that was closed a moment ago has it by now."""
+    if len(checked) < 2 or report.vouched_n >= checked[-2].link.n or (verifier is not None and not report.signed):
+        return
+    end = checked[-2].link
+    for head in _own_heads(directory):
+        if (head.n, head.hash.encode()) == (end.n, end.hash) and head.fault(verifier) is None:
+            report.vouched_n = head.n
+            return
+    what = f"no head vouches for the records behind {report.vouched_n}, and every closed segment must have one"
+    report.findings.append(Finding("head", what, checked[-2].name, report.vouched_n + 1))
+
+
+def _own_heads(directory: Path) -> list[Head]:
+    return read_heads(directory / HEADS) if (directory / HEADS).exists() else []
 
 
 def _of_this_chain(heads: list[tuple[Head, str]], chain: str | None, report: Report) -> list[tuple[Head, str]]:

@@ -110,15 +110,15 @@ def verify(
             report = verify_trail(
                 where, verifier=verifier, other_heads=others, first=first, last=last, progress=bar.advance
             )
+            if ledger:
+                bar.begin("compared with the ledger", report.events)
+                with installed(settings, "audit", None, PATIENT) as conn:
+                    segments = chosen_segments(where, first, last)
+                    compared = LedgerComparison(
+                        conn, settings, segments, first=first, last=last, progress=bar.advance
+                    ).run()
         except OSError as error:
             raise ConfigError(f"{error.filename or where} cannot be read: {error.strerror}") from None
-        if ledger:
-            bar.begin("compared with the ledger", report.events)
-            with installed(settings, "audit", None, PATIENT) as conn:
-                segments = chosen_segments(where, first, last)
-                compared = LedgerComparison(
-                    conn, settings, segments, first=first, last=last, progress=bar.advance
-                ).run()
     findings = [*report.findings, *(compared.findings if compared else ())]
     if as_json:
         document = {**asdict(report), "ledger": asdict(compared) if compared else None}
