@@ -4,6 +4,7 @@ server has answered and before the client hears of it."""
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import socket
 import threading
@@ -43,9 +44,10 @@ class CuttingProxy:
         self._listener.close()
 
     def cut(self, *words: str, heard: bool) -> None:
-        """Cut the next connection on which these words go by, in this order, at the last of them.
+        """Cut the next connection on which these go by, in this order, at the last of them.
 
         Args:
+            words: regular expressions.
             heard: the server gets it and answers, and the client never hears of it; else the server never gets it.
         """
         with self._lock:
@@ -85,7 +87,7 @@ class CuttingProxy:
         with self._lock:
             if not self._words:
                 return False, ()
-            if self._words[len(seen) : len(seen) + 1] and self._words[len(seen)] in data:
+            if len(seen) < len(self._words) and re.search(self._words[len(seen)], data):
                 seen = (*seen, self._words[len(seen)])
             if seen != self._words:
                 return False, seen

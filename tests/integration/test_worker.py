@@ -608,16 +608,17 @@ def test_a_worker_that_cannot_work_ends(shop: Shop) -> None:
     assert "walstream migrate" in worker.error.hint
 
 
-def test_system_exit_in_a_handler_gives_the_job_back(shop: Shop) -> None:
+def test_system_exit_in_a_handler_ends_the_worker_and_is_an_attempt(shop: Shop) -> None:
     def research(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
         raise SystemExit(3)
 
-    worker = shop.worker(research)
-    job = shop.hand_off()
-    assert worker.wait(20)
-    assert isinstance(worker.error, SystemExit)
-    told = shop.jobs.get(job, on=shop.on)
-    assert (told.status, told.attempts) == ("SUBMITTED", 0)
+    worker = shop.worker(research, start=False)
+    job = shop.hand_off(max_delivery_attempts=2)
+    for attempts, status in ((1, "SUBMITTED"), (2, "FAILED")):
+        with pytest.raises(SystemExit, match="3"):
+            worker.run()
+        told = shop.jobs.get(job, on=shop.on)
+        assert (told.status, told.attempts) == (status, attempts), "it does not end one worker after the other for ever"
 
 
 def test_what_makes_no_worker() -> None:

@@ -209,8 +209,8 @@ class Hand:
             _gone(lease, error)
         except Exception as error:
             self._failed(job, lease, error)
-        except BaseException as error:
-            self._give_back(job, lease)
+        except BaseException as error:  # SystemExit: an attempt as well, or the job would end one worker after another
+            self._failed(job, lease, error)
             place.end(error)
         else:
             if woken is not None:
@@ -253,7 +253,7 @@ class Hand:
 
         return self.run(lease, complete)
 
-    def _failed(self, job: ClaimedJob, lease: Lease, error: Exception) -> None:
+    def _failed(self, job: ClaimedJob, lease: Lease, error: BaseException) -> None:
         line, trace = describe(error)
         place = self._place
         later = isinstance(error, RetryLater)
@@ -288,12 +288,6 @@ class Hand:
         what = f"next try in {pause:.1f} s" if status == "SUBMITTED" and pause is not None else "for good"
         log.warning("job %d (session %s), attempt %d of %d, failed, %s: %s\n%s",
                     job.job_id, job.session_id, job.attempts, job.max_delivery_attempts, what, line, trace)  # fmt: skip
-
-    def _give_back(self, job: ClaimedJob, lease: Lease) -> None:
-        try:
-            self.run(lease, lambda cur: self._jobs.release(job, on=cur.connection))
-        except Exception as error:
-            log.warning("job %d waits until its lease runs out: %s", job.job_id, error)
 
     # -- transactions --------------------------------------------------------------------------------------------------
 

@@ -213,6 +213,7 @@ class Worker:
 
         Raises:
             WalstreamError: it cannot start, or what ended it.
+            SystemExit: of a handler.
         """
         previous: dict[signal.Signals, Any] = {}
 
@@ -228,7 +229,7 @@ class Worker:
             self.stop()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if isinstance(self.error, Exception):
+        if self.error is not None:
             raise self.error
         return int(ExitCode.OK)
 
