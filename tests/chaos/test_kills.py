@@ -124,7 +124,7 @@ def test_a_consumer_that_is_killed_loses_and_doubles_nothing(scene: Scene) -> No
         "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
         " VALUES (gen_random_uuid(), 'a', 'first', '{}')"
     )
-    kill_again_and_again(scene, kills=3, seed=1)
+    kill_again_and_again(scene, kills=2, seed=1)
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def crash_again_and_again(scene: Scene, server: PostgresServer, crashes: int, se
 
 
 def test_a_server_that_crashes_under_a_living_consumer(crashing: tuple[Scene, PostgresServer]) -> None:
-    crash_again_and_again(*crashing, crashes=3, seed=3)
+    crash_again_and_again(*crashing, crashes=2, seed=3)
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_external_deliveries_repeat_with_the_same_key(scene: Scene) -> None:
     consumer = scene.consumer().start()
     load = Load(scene.place.dsn, seed=7).start()
     try:
-        for _ in range(3):
+        for _ in range(2):
             scene.wait_for_delivery()
             consumer.kill()
             consumer.start()
