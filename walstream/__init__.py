@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from walstream.ledger.inflight import InFlightCall as InFlightCall
     from walstream.ledger.inflight import call_key as call_key
     from walstream.ledger.inflight import inflight as inflight
-    from walstream.ledger.jobs import Job as Job
+    from walstream.ledger.job import Job as Job
     from walstream.ledger.jobs import Jobs as Jobs
     from walstream.ledger.ledger import Appended as Appended
     from walstream.ledger.ledger import Draft as Draft
@@ -75,7 +75,7 @@ _HOMES = {
     "FoldedSession": "walstream.ledger.folded_session",
     "FunctionProjector": "walstream.engine.projector",
     "GiveUp": "walstream.errors",
-    "Job": "walstream.ledger.jobs",
+    "Job": "walstream.ledger.job",
     "JobRefused": "walstream.errors",
     "Jobs": "walstream.ledger.jobs",
     "Ledger": "walstream.ledger.ledger",

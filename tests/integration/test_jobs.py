@@ -20,7 +20,7 @@ from walstream import ConfigError, Fenced, Job, JobRefused, Jobs, LedgerError
 from walstream.config import Settings
 from walstream.ledger import schema
 from walstream.ledger.grants import worker_statements
-from walstream.ledger.jobs import STATUSES
+from walstream.ledger.job import STATUSES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "handoffs.md"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
     from walstream.config import Settings
-    from walstream.ledger.jobs import Job
+    from walstream.ledger.job import Job
 
 Numbers = Annotated[list[int], typer.Argument(metavar="JOB…", help="Numbers of jobs.", min=1)]
 
@@ -74,7 +74,8 @@ def list_jobs(
     as_json: Json = False,
 ) -> None:
     """List jobs, the newest first."""
-    from walstream.ledger.jobs import STATUSES, Jobs
+    from walstream.ledger.job import STATUSES
+    from walstream.ledger.jobs import Jobs
     from walstream.ledger.schema import JOBS_VERSION
 
     wanted = [each.upper() for each in status or ()]
@@ -183,7 +184,7 @@ def count_jobs(conn: Connection, settings: Settings) -> tuple[JobCount, ...]:
     """
     from psycopg2.errors import InsufficientPrivilege, UndefinedColumn, UndefinedTable
 
-    from walstream.ledger.jobs import STATUSES
+    from walstream.ledger.job import STATUSES
     from walstream.ledger.schema import fill, names
 
     with conn.cursor() as cur:

@@ -17,7 +17,7 @@ from walstream.event import parse_payload
 
 from .adapters import Rows, Statement
 from .function_calls import call, shown_time, statement, time_of
-from .jobs import Job, lease_of, name_of
+from .job import Job, lease_of, name_of
 from .json_values import check_word, json_text
 
 

@@ -62,7 +62,7 @@ WORKER_FUNCTIONS: Final = (
     *("append", "append_batch", "appended", "fork", "session_lock_key"),
     *("submit_job", "claim_job", "begin_job", "renew_job", "complete_job", "fail_job", "release_job"),
     *("request_approval", "expire_approvals"),
-    *("await_human", "resume_job", "cancel_job", "retry_job", "wake_workers", "take_job"),
+    *("await_human", "resume_job", "cancel_job", "retry_job", "wake_workers", "take_job", "finish_job"),
 )
 
 # Who decides looks at requests and what they are about. Not a worker: no agent may approve what it asked itself.

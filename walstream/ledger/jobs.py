@@ -7,92 +7,17 @@ machine is theirs. Like an append, each call works in the transaction that the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple
+from datetime import datetime
+from typing import Any, Final
 from uuid import UUID
-
-import orjson
 
 from walstream.config import Settings, channel, load
 from walstream.errors import LedgerError
 
 from .adapters import Rows, Statement
 from .fold import FoldEvent
-from .function_calls import call, shown_time, statement, time_of
-
-STATUSES: Final = (
-    "CREATED",
-    "SUBMITTED",
-    "DELIVERED",
-    "IN_PROGRESS",
-    "AWAITING_HUMAN",
-    "COMPLETED",
-    "FAILED",
-    "CANCELED",
-)
-"""Every status that a job can have, in the order in which it may come to them."""
-
-UNFINISHED: Final = STATUSES[:5]
-
-LEASE_SECONDS: Final = 60.0
-"""How long a claim, or a renewal, is good for if nothing else is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job as it stood when it was read.
-
-    Attributes:
-        job_id: its number.
-        session_id: the session that it works in.
-        agent_id: whose job it is; ``None`` for one that was written by hand without saying.
-        event_seq: the event that it came from, a handoff as a rule; ``None`` if it came from none.
-        status: one of :data:`STATUSES`.
-        priority: jobs with a higher one are claimed first.
-        attempts: deliveries that count, this one included.
-        max_delivery_attempts: after so many it fails for good.
-        hops: how many handoffs the chain had that led to it.
-        error: why it failed last, or was canceled.
-        lease_owner, lease_expires_at: who has it, and until when if the lease is not renewed.
-        fencing_token: rises with each claim; only who holds the newest may write in the job's name.
-        next_try: it is not claimed before.
-        created_at, updated_at, finished_at: by the server's clock.
-    """
-
-    job_id: int
-    session_id: str
-    agent_id: str | None
-    event_seq: int | None
-    status: str
-    priority: int
-    attempts: int
-    max_delivery_attempts: int
-    hops: int
-    error: str | None
-    lease_owner: str | None
-    fencing_token: int
-    lease_expires_at: datetime | None
-    next_try: datetime | None
-    created_at: datetime | None
-    updated_at: datetime | None
-    finished_at: datetime | None
-
-
-class Taken(NamedTuple):
-    """What became of a try to take a job.
-
-    Attributes:
-        job: as it was claimed.
-        handoff: its event; ``None`` if it came from none, or the event is no longer in the ledger.
-        refused: why it could not be begun, and was given back; ``None`` if all is well.
-        more: other jobs of the agent wait.
-    """
-
-    job: Job
-    handoff: FoldEvent | None
-    refused: str | None
-    more: bool
+from .function_calls import call, statement
+from .job import LEASE_SECONDS, ROW, STATUSES, Job, Taken, job_of, job_of_text, lease_of, name_of
 
 
 class Jobs:
@@ -163,7 +88,7 @@ class Jobs:
         """
         values = (agent_id, owner, lease_seconds, per_session, concurrency)
         rows = self._call(_CLAIM, values, on, "claim_job", f"agent {agent_id}")
-        return _job(rows[0]) if rows else None
+        return job_of(rows[0]) if rows else None
 
     def take(
         self,
@@ -188,7 +113,7 @@ class Jobs:
         if not rows:
             return None
         text, session, agent, event_type, payload, refused, more = rows[0]
-        taken = _job_of(text)
+        taken = job_of_text(text)
         handoff = None
         if payload is not None and taken.event_seq is not None:
             handoff = FoldEvent(taken.event_seq, session, agent, event_type, payload.encode())
@@ -219,6 +144,19 @@ class Jobs:
             The agent whose turn it is now in the session, for :meth:`wake` after the commit; ``None`` if nobody waits.
         """
         ((following,),) = self._call(_COMPLETE, lease_of(job, token), on, "complete_job", name_of(job))
+        return None if following is None else str(following)
+
+    def finish(self, job: Job | int, events: str | None = None, token: int | None = None, *, on: Any) -> str | None:
+        """:meth:`complete`, together with the events of the turn, in one call.
+
+        Args:
+            events: as :meth:`walstream.Ledger.batch_text` makes it.
+
+        Returns:
+            As :meth:`complete`.
+        """
+        values = (*lease_of(job, token), events)
+        ((following,),) = self._call(_FINISH, values, on, "finish_job", name_of(job))
         return None if following is None else str(following)
 
     def fail(
@@ -288,7 +226,7 @@ class Jobs:
         rows = self._call(_GET, (job_id,), on, "claim_job", name_of(job_id))
         if not rows:
             raise LedgerError(f"there is no job {job_id}", hint="`walstream jobs list` lists them")
-        return _job(rows[0])
+        return job_of(rows[0])
 
     def find(
         self,
@@ -310,7 +248,7 @@ class Jobs:
         wanted = None if statuses is None else "{" + ",".join(statuses) + "}"
         session = None if session_id is None else str(session_id)
         values = (wanted, wanted, agent_id, agent_id, session, session, limit)
-        return [_job(row) for row in self._call(_FIND, values, on, "claim_job", "jobs")]
+        return [job_of(row) for row in self._call(_FIND, values, on, "claim_job", "jobs")]
 
     def _held(self, function: str, job: Job | int, token: int | None, on: Any) -> None:
         self._call(_HELD[function], lease_of(job, token), on, function, name_of(job))
@@ -322,55 +260,12 @@ class Jobs:
         return call(self._settings, sql, values, on, function=function, what=what, doing="work on jobs")
 
 
-def lease_of(job: Job | int, token: int | None) -> tuple[int, int]:
-    """A job's number, and the token by which a worker has it.
-
-    Raises:
-        TypeError: it is a number without a token.
-    """
-    if isinstance(job, Job):
-        return job.job_id, job.fencing_token if token is None else token
-    if token is None:
-        raise TypeError("the fencing token of the claim is needed, or the job as it was claimed")
-    return job, token
-
-
-def name_of(job: Job | int) -> str:
-    """What a job is called in errors."""
-    return f"job {job.job_id if isinstance(job, Job) else job}"
-
-
-def _job(row: tuple[Any, ...]) -> Job:
-    numbers = len(_TIMES)
-    return Job(*row[:-numbers], *(time_of(text) for text in row[-numbers:]))
-
-
-def _job_of(text: str) -> Job:
-    """A job that comes as an object: its times are in the session's time zone, and say so."""
-    fields = orjson.loads(text)
-    for name in _TIMES:
-        fields[name] = _moment(fields[name])
-    return Job(**fields)
-
-
-def _moment(text: str | None) -> datetime | None:
-    try:
-        return None if text is None else datetime.fromisoformat(text).astimezone(UTC)
-    except (ValueError, OverflowError):  # infinity, or a year that Python does not know
-        return None
-
-
-_TIMES: Final = ("lease_expires_at", "next_try", "created_at", "updated_at", "finished_at")
-_ROW: Final = (
-    "j.job_id, CAST(j.session_id AS pg_catalog.text), j.agent_id, j.event_seq, j.status, j.priority, j.attempts,"
-    " j.max_delivery_attempts, j.hops, j.error, j.lease_owner, j.fencing_token, "
-) + ", ".join(shown_time(f"j.{name}") for name in _TIMES)
 _SUBMIT: Final = statement(
     "SELECT s.job_id, s.created FROM $namespace.submit_job("
     "session_id => ?text, agent_id => ?text, event_seq => ?int8, priority => ?int4, hops => ?int4,"
     " max_delivery_attempts => ?int4, not_before => ?timestamptz) AS s"
 )
-_CLAIM: Final = statement(f"SELECT {_ROW} FROM $namespace.claim_job(?text, ?text, ?float8, ?bool, ?int4) AS j")
+_CLAIM: Final = statement(f"SELECT {ROW} FROM $namespace.claim_job(?text, ?text, ?float8, ?bool, ?int4) AS j")
 _TAKE: Final = statement(
     # The job as one text: this is called often, and 17 columns take longer to plan than to read.
     "SELECT CAST(pg_catalog.to_jsonb(t.job) AS pg_catalog.text), t.from_session, t.from_agent, t.event_type, t.payload,"
@@ -379,14 +274,15 @@ _TAKE: Final = statement(
 _RENEW: Final = statement("SELECT $namespace.renew_job(?int8, ?int8, ?float8)")
 _FAIL: Final = statement("SELECT $namespace.fail_job(?int8, ?int8, ?text, ?float8)")
 _COMPLETE: Final = statement("SELECT $namespace.complete_job(?int8, ?int8)")
+_FINISH: Final = statement("SELECT $namespace.finish_job(?int8, ?int8, ?jsonb)")
 _RELEASE: Final = statement("SELECT $namespace.release_job(?int8, ?int8, ?float8, ?text)")
 _WAKE: Final = statement("SELECT $namespace.wake_workers(?text)")
 _CANCEL: Final = statement("SELECT $namespace.cancel_job(?int8, ?text)")
 _HELD: Final = {name: statement(f"SELECT $namespace.{name}(?int8, ?int8)") for name in ("begin_job", "await_human")}
 _MOVED: Final = {name: statement(f"SELECT $namespace.{name}(?int8)") for name in ("resume_job", "retry_job")}
-_GET: Final = statement(f"SELECT {_ROW} FROM $jobs AS j WHERE j.job_id = ?int8")
+_GET: Final = statement(f"SELECT {ROW} FROM $jobs AS j WHERE j.job_id = ?int8")
 _FIND: Final = statement(
-    f"SELECT {_ROW} FROM $jobs AS j WHERE (?text[] IS NULL OR j.status = ANY (?text[]))"
+    f"SELECT {ROW} FROM $jobs AS j WHERE (?text[] IS NULL OR j.status = ANY (?text[]))"
     " AND (?text IS NULL OR j.agent_id = ?text) AND (?text IS NULL OR CAST(j.session_id AS pg_catalog.text) = ?text)"
     " ORDER BY j.job_id DESC LIMIT ?int8"
 )

@@ -169,20 +169,10 @@ class Ledger:
             PayloadError: as for :meth:`append`, with the event's place; or the batch is too long.
             Fenced, LedgerError, ConfigError, TypeError, ValueError, Exception: as for :meth:`append`.
         """
-        texts = []
-        for place, draft in enumerate(events):
-            try:
-                texts.append(_member(draft, self._event(draft, replace_invalid)))
-            except PayloadError as error:
-                raise PayloadError(f"event {place + 1} of the batch: {error}", hint=error.hint) from error
-        if not texts:
+        drafts = list(events)
+        if not drafts:
             return []
-        text = f"[{','.join(texts)}]"
-        if len(text) > MAX_BATCH_BYTES:
-            raise PayloadError(
-                f"a batch of {len(texts)} events has {len(text)} characters; the most is {MAX_BATCH_BYTES}",
-                hint="append it in several batches, which may share one transaction",
-            )
+        text = self.batch_text(drafts, replace_invalid=replace_invalid)
         rows = self._call(
             _BATCH, (text, self._job, self._token, _durability(durability)), on, "append_batch", "a batch"
         )
@@ -234,6 +224,26 @@ class Ledger:
         """
         value = payload_value(check_word(event_type, "event_type"), payload, self._types)
         return json_text(value, replace=replace_invalid or self._replace)
+
+    def batch_text(self, events: Iterable[Draft], *, replace_invalid: bool = False) -> str:
+        """The text of a batch, checked like that of :meth:`append_batch`: for who calls the SQL function himself.
+
+        Raises:
+            PayloadError, TypeError, ValueError: as for :meth:`append_batch`.
+        """
+        texts = []
+        for place, draft in enumerate(events):
+            try:
+                texts.append(_member(draft, self._event(draft, replace_invalid)))
+            except PayloadError as error:
+                raise PayloadError(f"event {place + 1} of the batch: {error}", hint=error.hint) from error
+        text = f"[{','.join(texts)}]"
+        if len(text) > MAX_BATCH_BYTES:
+            raise PayloadError(
+                f"a batch of {len(texts)} events has {len(text)} characters; the most is {MAX_BATCH_BYTES}",
+                hint="append it in several batches, which may share one transaction",
+            )
+        return text
 
     def _event(self, draft: Draft, replace_invalid: bool) -> str:
         """Check everything about an event; return its payload's text."""

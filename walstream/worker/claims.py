@@ -12,7 +12,8 @@ import psycopg2
 
 from walstream.config import Settings
 from walstream.ledger.fold import FoldEvent
-from walstream.ledger.jobs import Job, Jobs
+from walstream.ledger.job import Job
+from walstream.ledger.jobs import Jobs
 from walstream.ledger.stored_rows import ROW, event_of, statement
 
 if TYPE_CHECKING:
@@ -139,13 +140,19 @@ def _with(job: Job, handoff: FoldEvent | None) -> ClaimedJob:
 
 
 @contextlib.contextmanager
-def transaction(conn: Connection) -> Iterator[Cursor]:
-    """One transaction on a connection in autocommit: committed at the end, rolled back if anything is raised."""
+def transaction(conn: Connection, *, one_statement: bool = False) -> Iterator[Cursor]:
+    """One transaction on a connection in autocommit: committed at the end, rolled back if anything is raised.
+
+    Args:
+        one_statement: no more than that is to come, which is a transaction by itself and saves two round trips.
+    """
     try:
         with conn.cursor() as cur:
-            cur.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+            if not one_statement:
+                cur.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
             yield cur
-            cur.execute("COMMIT")
+            if not one_statement:
+                cur.execute("COMMIT")
     except BaseException:
         try:
             with conn.cursor() as cur:

@@ -251,7 +251,7 @@ class Hand:
             tried = True
             return ledger.complete(cur)
 
-        return self.run(lease, complete)
+        return self.run(lease, complete, one_statement=ledger.one_statement)
 
     def _failed(self, job: ClaimedJob, lease: Lease, error: BaseException) -> None:
         line, trace = describe(error)
@@ -291,8 +291,11 @@ class Hand:
 
     # -- transactions --------------------------------------------------------------------------------------------------
 
-    def run(self, lease: Lease, work: Callable[[Cursor], T]) -> T:
+    def run(self, lease: Lease, work: Callable[[Cursor], T], *, one_statement: bool = False) -> T:
         """Run ``work`` in a transaction; again after a conflict, or on another connection if that was lost.
+
+        Args:
+            one_statement: what it writes is a single one.
 
         Raises:
             Lost: the lease was lost before it went through.
@@ -316,7 +319,7 @@ class Hand:
                     if self._connection is None:
                         self._connection = self._place.connect()
                     self._inside = True
-                    with transaction(self._connection) as cur:
+                    with transaction(self._connection, one_statement=one_statement) as cur:
                         return work(cur)
                 except Exception as raised:
                     broken = self._connection is None or bool(self._connection.closed)

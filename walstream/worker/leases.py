@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg2
 
-from walstream.ledger.jobs import Job, Jobs
+from walstream.ledger.job import Job
+from walstream.ledger.jobs import Jobs
 from walstream.source.failures import classify
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LARGEST_BATCH: Final = MAX_BATCH_BYTES // 2  # characters of payloads; what is around them has room
 _XID: Final = "SELECT pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text"
 
 
@@ -68,6 +69,7 @@ class TurnLedger:
         self._functions: list[Callable[[Cursor], Any]] = []
         self._request: dict[str, Any] | None = None
         self._written = 0
+        self._size = 0
         self._over = False
         self._guard = threading.Lock()  # a handler's own threads may append at the same time
 
@@ -111,6 +113,7 @@ class TurnLedger:
         with self._guard:
             self._check_open("append")
             self._drafts.append((draft, len(text)))
+            self._size += len(text)
 
     def append_now(
         self,
@@ -242,6 +245,11 @@ class TurnLedger:
         with self._guard:
             self._over = True
 
+    @property
+    def one_statement(self) -> bool:
+        """Whether :meth:`complete` is a single statement."""
+        return self._request is None and not self._functions and self._size <= _LARGEST_BATCH
+
     def complete(self, cur: Cursor) -> str | None:
         """Write everything that was kept, and complete the job, or leave it to a person, in the transaction of ``cur``.
 
@@ -252,6 +260,9 @@ class TurnLedger:
             Fenced: the lease is lost. Nothing of it may be committed.
             Exception: of a function or a statement.
         """
+        if self.one_statement:
+            events = self.fenced.batch_text(draft for draft, _ in self._drafts) if self._drafts else None
+            return self._jobs.finish(self._job, events, on=cur.connection)
         self._write_kept(cur)
         if self._request is not None:
             self._approvals.request(self._job, **self._request, on=cur.connection)
@@ -284,7 +295,7 @@ class TurnLedger:
         batch: list[Draft] = []
         size = 0
         for draft, length in self._drafts:
-            if batch and size + length > MAX_BATCH_BYTES // 2:
+            if batch and size + length > _LARGEST_BATCH:
                 yield batch
                 batch, size = [], 0
             batch.append(draft)

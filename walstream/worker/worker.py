@@ -34,7 +34,7 @@ from walstream.config import Settings, load
 from walstream.engine.retry import Backoff
 from walstream.errors import ConfigError, ExitCode, Unavailable, WalstreamError
 from walstream.ledger.identity import check_identity
-from walstream.ledger.jobs import LEASE_SECONDS
+from walstream.ledger.job import LEASE_SECONDS
 from walstream.ledger.schema import APPROVALS_VERSION, require_schema
 from walstream.ledger.taxonomy import TAXONOMY
 from walstream.source.failures import classify

@@ -384,6 +384,18 @@ BEGIN
 END
 $walstream_body$;
 
+-- A turn's end in one call: the events of the turn (as for append_batch), and complete_job.
+CREATE OR REPLACE FUNCTION $namespace.finish_job(job_id bigint, token bigint, events jsonb DEFAULT NULL) RETURNS text
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $walstream_body$
+#variable_conflict use_variable
+BEGIN
+    IF events IS NOT NULL THEN
+        PERFORM $namespace.append_batch(events, finish_job.job_id, token);
+    END IF;
+    RETURN $namespace.complete_job(finish_job.job_id, token);
+END
+$walstream_body$;
+
 -- It did not work: once more after so many seconds, if an attempt is left; for good, if NULL. Answers with the status.
 CREATE OR REPLACE FUNCTION $namespace.fail_job(
     job_id bigint, token bigint, error text, retry_after double precision DEFAULT NULL
@@ -500,6 +512,7 @@ REVOKE ALL ON FUNCTION $namespace.submit_job(text, text, bigint, integer, intege
     $namespace.claim_job(text, text, double precision, boolean, integer),
     $namespace.take_job(text, text, double precision, boolean, integer, double precision), $namespace.begin_job(bigint, bigint),
     $namespace.renew_job(bigint, bigint, double precision), $namespace.complete_job(bigint, bigint),
+    $namespace.finish_job(bigint, bigint, jsonb),
     $namespace.fail_job(bigint, bigint, text, double precision), $namespace.release_job(bigint, bigint, double precision, text),
     $namespace.await_human(bigint, bigint), $namespace.resume_job(bigint), $namespace.cancel_job(bigint, text),
     $namespace.retry_job(bigint), $namespace.wake_workers(text) FROM PUBLIC;
