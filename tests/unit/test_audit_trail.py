@@ -227,12 +227,17 @@ def test_a_directory_that_lost_its_disk_is_waited_for(directory: Path, tmp_path:
     assert offsets(directory) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_directory_that_vanishes_under_a_running_sink(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, None])
+def test_a_directory_that_vanishes_under_a_running_sink(directory: Path, tmp_path: Path, first: int | None) -> None:
     trail = AuditTrail(directory)
-    trail.record(events(1, 3), SETTINGS)
+    trail.record(events(1, 3), SETTINGS, first=first)
     directory.rename(tmp_path / "away")
     with pytest.raises(RetryLater, match="No such file"):
-        trail.record([event(4)], SETTINGS)
+        trail.record([event(4)], SETTINGS, first=first)
+    directory.mkdir()
+    with pytest.raises(RetryLater, match="holds no chain"):
+        trail.record([event(4)], SETTINGS, first=first)
+    shutil.rmtree(directory)
     (tmp_path / "away").rename(directory)
     trail.record([event(4)], SETTINGS)
     trail.close()

@@ -20,7 +20,7 @@ from typing import Any, Final
 import orjson
 
 from walstream.config import Settings
-from walstream.errors import ConfigError, RetryLater
+from walstream.errors import ConfigError, RetryLater, WalstreamError
 from walstream.event import Event
 
 from . import order_facts
@@ -38,7 +38,7 @@ from .vouching import Voucher
 log = logging.getLogger("walstream.audit")
 
 _GAP_CHUNK: Final = 5_000
-_CLOSE_SECONDS: Final = 30.0
+_CLOSE_SECONDS: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -96,6 +96,7 @@ class AuditTrail:
         self._known: Known | None = None
         self._manifest = Manifest()
         self._unsettled = True
+        self._seen = False
         self._settings: Settings | None = None
 
     def check(self, settings: Settings) -> int | None:
@@ -166,7 +167,7 @@ class AuditTrail:
                     self._vouch(self._settings, now=True)
                     self._packer.finish(_CLOSE_SECONDS)
                     self._note_closed(self._open)
-        except (OSError, Busy, RetryLater) as error:
+        except (OSError, Busy, WalstreamError) as error:
             log.warning("%s: closed without a head for its last records: %s", self.path, error)
         finally:
             self._forget()
@@ -182,6 +183,8 @@ class AuditTrail:
     def _beginning(self, event: Event, settings: Settings, first: int | None) -> int | None:
         """The offset that a new chain begins with, if it may begin with this event: nothing is missing before it but
         what is gone by declaration."""
+        if self._seen:
+            return None  # there was a chain a moment ago
         if first is None or event.offset == first:
             return event.offset
         before = self._ask(settings, first, event.offset - 1)
@@ -200,6 +203,7 @@ class AuditTrail:
         self._manifest, self._unsettled = loaded.manifest, True
         if loaded.segment is not None:
             self._open = self._take_up(loaded, loaded.segment)
+            self._seen = True
 
     def _take_up(self, loaded: Loaded, segment: Segment) -> _Open:
         path = self.path / segment.name
@@ -302,6 +306,7 @@ class AuditTrail:
             self._append(self._open, line, Link(pen.n, pen.hash, begins - 1))
             sync_folder(self.path)
             self._manifest.write(self.path)
+            self._seen = True
         except BaseException:
             path.unlink(missing_ok=True)  # it held nothing yet
             self._forget()
