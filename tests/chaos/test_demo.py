@@ -66,7 +66,7 @@ def nothing_is_left(temporary: Path, seconds: float = 10) -> None:
     while True:
         processes = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
         left = [line for line in processes.splitlines() if str(temporary) in line]
-        folders = [str(path) for path in temporary.rglob("walstream-pg-*")]
+        folders = [str(path) for path in temporary.glob("walstream-pg-*")]
         if not left and not folders:
             return
         assert time.monotonic() < deadline, (left, folders)
@@ -74,9 +74,9 @@ def nothing_is_left(temporary: Path, seconds: float = 10) -> None:
 
 
 def test_nothing_is_lost_or_doubled_although_consumer_and_workers_are_killed(temporary: Path) -> None:
-    words = ["--events", "400", "--kills", "1", "--worker-kills", "1", "--agents", "5", "--seed", "1"]
+    words = ["--events", "300", "--kills", "1", "--worker-kills", "1", "--agents", "5", "--seed", "1"]
     found = shown(temporary, *words)
-    assert (found["written"], found["offsets"], found["delivered"]) == (400, 400, 400)
+    assert (found["written"], found["offsets"], found["delivered"]) == (300, 300, 300)
     assert (found["lost"], found["duplicated"], found["kills"], found["worker_kills"]) == (0, 0, 1, 1)
     assert (found["gaps"], found["out_of_order"], found["altered"], found["foreign"]) == (0, 0, 0, 0)
     assert found["holds"] is True
@@ -138,7 +138,7 @@ def test_a_replay_needs_no_workers_and_its_faults_are_caught_too(
 @pytest.mark.slow
 def test_a_projector_that_is_stuck_is_not_waited_for_for_ever(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("walstream.demo.supervisor.STREAM", "tests.demo_lossy:stuck")
-    monkeypatch.setattr("walstream.demo.supervisor._STUCK_SECONDS", 8.0)
+    monkeypatch.setattr("walstream.demo.driving._STUCK_SECONDS", 8.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     result = CliRunner().invoke(app, ["demo", "--events", "50", "--kills", "0", "--rate", "0"])
@@ -148,9 +148,22 @@ def test_a_projector_that_is_stuck_is_not_waited_for_for_ever(temporary: Path, m
     assert "file 50" in result.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_stops_a_replay(temporary: Path, tmp_path: Path) -> None:
+    line = '{"session_id": "s", "agent_id": "a", "event_type": "t", "payload": {}}\n'
+    (tmp_path / "runs.jsonl").write_text(line * 10_000)
+    stop(started(temporary, "--replay", str(tmp_path), "--rate", "50", "--kills", "0"), signal.SIGINT)
+    nothing_is_left(temporary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything(temporary: Path, number: signal.Signals) -> None:
-    process = started(temporary, "--events", "100000", "--rate", "50")
+    stop(started(temporary, "--events", "100000", "--rate", "50"), number)
+    nothing_is_left(temporary)
+
+
+def stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send a signal to a demo that is at work."""
     try:
         assert process.stderr is not None
         for said in process.stderr:
@@ -162,7 +175,6 @@ def test_a_signal_stops_everything(temporary: Path, number: signal.Signals) -> N
     finally:
         process.kill()
         process.communicate()
-    nothing_is_left(temporary)
 
 
 @pytest.mark.slow

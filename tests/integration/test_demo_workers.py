@@ -16,7 +16,7 @@ from walstream.demo.scenario import Step, new_task, turn, turn_after
 from walstream.demo.workers import EFFECTS, worker_of
 from walstream.ledger.append import NewEvent
 
-SESSIONS = 40
+SESSIONS = 24
 
 
 def opened(database: Database) -> dict[int, tuple[str, list[Step]]]:

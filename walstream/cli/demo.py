@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from walstream.demo.screen import Kill
     from walstream.demo.supervisor import Demo, Outcome
 
-_EVENTS = 5000
+_EVENTS = 4000
 _RATE = 250.0
 _REPLAY_RATE = 600.0
 

@@ -134,7 +134,7 @@ class Demo:
             agents, total = self._agents()
             self._swarm_agents, self._total = agents, total
             self.progress.goal = total
-            self.progress.kills_planned = self.plan.kills
+            self.progress.kills_planned = self.plan.kills + (self.plan.worker_kills if self.plan.replay is None else 0)
             self.server = stack.enter_context(PostgresServer())
             self.folder = self._make_folder()
             self.settings = Settings(dsn=self.server.dsn())
