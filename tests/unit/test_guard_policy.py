@@ -141,6 +141,20 @@ def test_a_server_without_a_bound_may_be_accepted() -> None:
     assert judge(away, LIMITS, allow_unbounded=True).state is State.CRITICAL
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"wal_status": "lost"},
+        {"active": False},
+        {"retained": 8 * GiB, "behind": 8 * GiB, "safe": 2 * GiB},
+    ],
+)
+def test_what_to_do_about_somebody_elses_slot_names_no_command_of_ours(facts: dict[str, Any]) -> None:
+    assert "walstream" in judge(slot(**facts), LIMITS).findings[0].remedy
+    (finding, *_) = judge(slot(**facts, ours=False), LIMITS).findings
+    assert "walstream" not in finding.remedy + finding.found
+
+
 def test_two_causes_are_both_named_and_the_greater_one_first() -> None:
     both = slot(retained=3 * GiB, behind=2 * GiB, safe=7 * GiB, active=False, transaction=OLD, wal_rate=0.0)
     assert {finding.cause for finding in judge(both, LIMITS).findings} == {"nobody_connected", "long_transaction"}

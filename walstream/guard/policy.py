@@ -84,6 +84,7 @@ class SlotReading:
         wal_rate: bytes of WAL a second; ``None`` before there are two samples.
         growth: by how much ``behind`` grew a second; ``None`` as well.
         transaction: the oldest open one.
+        ours: it is the configuration's slot, so that what to do is known; another one is somebody else's.
     """
 
     name: str
@@ -103,6 +104,7 @@ class SlotReading:
     wal_rate: float | None = None
     growth: float | None = None
     transaction: OpenTransaction | None = None
+    ours: bool = True
 
     @property
     def lost(self) -> bool:
@@ -212,17 +214,16 @@ class _Pressure:
 
 
 def _gone(slot: SlotReading) -> Finding | None:
-    again = "the next `walstream init` makes a new one, and what was missed is found in the ledger"
+    again = "`walstream init` makes a new one, and what was missed is found in the ledger"
     if not slot.exists:
-        found = f"there is no slot {slot.name} on this server"
-        return Finding("slot_missing", State.LOST, found, f"`walstream init`: {again}")
+        return Finding("slot_missing", State.LOST, f"there is no slot {slot.name} on this server", again)
     if slot.lost:
         why = slot.invalidation or ("wal_status is lost" if slot.wal_status == "lost" else "restart_lsn is NULL")
         return Finding(
             "slot_lost",
             State.LOST,
             f"slot {slot.name} is lost ({why}): the server removed WAL that it needs",
-            f"{_drop(slot)}, then `walstream init`: {again}",
+            again if slot.ours else f"{_drop(slot)}; its consumer has to begin again",
         )
     return None
 
@@ -263,7 +264,7 @@ def _unread(slot: SlotReading) -> _Pressure:
         0.0 if slot.briefly_alone else slot.wal_rate,
         f"nobody reads slot {slot.name}"
         + ("; this server does not say since when" if seconds is None else f" since {duration(seconds)}"),
-        f"start `walstream run`; if nobody is to read it again: {_drop(slot)}",
+        f"start {'`walstream run`' if slot.ours else 'its consumer'}; if nobody is to read it again: {_drop(slot)}",
     )
 
 
@@ -297,9 +298,11 @@ def _lagging(slot: SlotReading, behind: int) -> _Pressure:
         "ingest_behind",
         State.OK,
         speed if behind >= NOTICEABLE else 0.0,
-        f"ingest is {size(behind)} behind on slot {slot.name}" + (f" ({slot.holder})" if slot.holder else ""),
-        "`walstream status` says whether it works; if it cannot keep up, see what else writes WAL on this server (the"
-        " slot reads all of it), and whether it has a core of its own",
+        f"{'ingest' if slot.ours else 'the reader'} is {size(behind)} behind on slot {slot.name}"
+        + (f" ({slot.holder})" if slot.holder else ""),
+        ("`walstream status` says whether it works; if" if slot.ours else "look whether it works; if")
+        + " it cannot keep up, see what else writes WAL on this server (the slot reads all of it), and whether it has a"
+        " core of its own",
     )
 
 

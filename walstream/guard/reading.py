@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from walstream.source.facts import (
@@ -58,7 +58,8 @@ class SlotReader:
     """Looks at slots again and again.
 
     Args:
-        name: the slot to look at; ``None`` for all logical ones of the server.
+        name: the slot to look at.
+        every: all logical ones of the server instead.
         also: another one, if it is there.
         watching: it looks again and again. A transaction whose start this role may not see is then as old as the looks
             that saw it; else its age is not known.
@@ -67,13 +68,15 @@ class SlotReader:
 
     def __init__(
         self,
-        name: str | None,
+        name: str,
         *,
+        every: bool = False,
         also: str | None = None,
         watching: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
+        self._every = every
         self._also = also
         self._watching = watching
         self._oldest: tuple[str, float] = ("", 0.0)
@@ -96,15 +99,23 @@ class SlotReader:
         disk = free_disk(connection, server)
         rate = None if before is None else _rate(before.wal_end, sample.wal_end, sample.at - before.at)
         readings = [
-            _reading(slot, server, disk, oldest, rate, _growth(before, sample, slot.name), self._alone(slot, sample.at))
+            replace(
+                _reading(slot, server),
+                free_disk=disk,
+                inactive_seconds=self._alone(slot, sample.at),
+                wal_rate=rate,
+                growth=_growth(before, sample, slot.name),
+                transaction=oldest,
+                ours=slot.name == self._name,
+            )
             for slot in found
         ]
-        if self._name is not None and all(slot.name != self._name for slot in found):
+        if not self._every and all(slot.name != self._name for slot in found):
             readings.insert(0, SlotReading(self._name, exists=False))
         return Look(tuple(readings), server.wal_end, rate)
 
     def _slots(self, connection: Connection) -> Sequence[SlotFacts]:
-        if self._name is None:
+        if self._every:
             return logical_slots(connection)
         names = dict.fromkeys((self._name, self._also or self._name))
         return [slot for slot in (slot_facts(connection, name) for name in names) if slot is not None]
@@ -155,15 +166,8 @@ def free_disk(connection: Connection, server: ServerFacts) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def _reading(
-    slot: SlotFacts,
-    server: ServerFacts,
-    disk: int | None,
-    transaction: OpenTransaction | None,
-    wal_rate: float | None,
-    growth: float | None,
-    inactive_seconds: float | None,
-) -> SlotReading:
+def _reading(slot: SlotFacts, server: ServerFacts) -> SlotReading:
+    """What one look says about a slot by itself."""
     bound = server.slot_keep_bytes
     confirmed = slot.confirmed_flush_lsn
     return SlotReading(
@@ -177,12 +181,7 @@ def _reading(
         behind=max(0, server.wal_end - confirmed) if confirmed else None,
         safe=slot.safe_wal_size,
         bound=None if bound == UNBOUNDED else bound,
-        free_disk=disk,
-        inactive_seconds=inactive_seconds,
         idle_timeout=float(server.settings.get("idle_replication_slot_timeout", "0")),
-        wal_rate=wal_rate,
-        growth=growth,
-        transaction=transaction,
     )
 
 

@@ -94,7 +94,7 @@ class Guard:
         self._allow_unbounded = settings.allow_unbounded_slot
         self._rule = settings.guard.drop if may_drop else None
         self._reader = SlotReader(
-            None if every_slot else settings.slot, also=self._rule.slot if self._rule else None, watching=watching
+            settings.slot, every=every_slot, also=self._rule.slot if self._rule else None, watching=watching
         )
         self._agents = AgentRates(settings.ledger)
         factor = settings.guard.storm_factor
