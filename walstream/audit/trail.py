@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,20 +106,15 @@ class AuditTrail:
             TrailBroken: another event stands there in the order, or the files are damaged.
             RetryLater: directory or database are away.
         """
-        try:
-            with self._directory.held() as changed:
-                self._refresh(changed)
-                open_ = self._open
-                if open_ is None or not open_.link.events:
-                    return None
-                offset = open_.link.offset or 0
-                on_record = self._records().find(offset).seq
-        except FileNotFoundError:
+        if not self.path.exists():
             return None  # a new one begins with the first event, if it is the first
-        except Busy as busy:
-            raise RetryLater(f"{self.path}: {busy} is writing") from busy
-        except OSError as error:
-            raise self._later(error) from error
+        with self._patience(), self._directory.held() as changed:
+            self._refresh(changed)
+            open_ = self._open
+            if open_ is None or not open_.link.events:
+                return None
+            offset = open_.link.offset or 0
+            on_record = self._records().find(offset).seq
         connection = order_facts.open_database(settings)
         try:
             ordered = dict(order_facts.seqs_between(connection, settings.namespace, offset, offset))
@@ -145,17 +140,13 @@ class AuditTrail:
             WalstreamError: of the database, where it had to be asked.
         """
         self._settings = settings
-        try:
+        with self._patience():
             self._make_directory(events[0], settings, first)
             with self._directory.held() as changed:
                 self._refresh(changed)
                 self._write(events, settings, first)
                 self._vouch(settings)
                 self._settle()
-        except Busy as busy:
-            raise RetryLater(f"{self.path}: {busy} is writing") from busy
-        except OSError as error:
-            raise self._later(error) from error
 
     def close(self) -> None:
         """Vouch for the last records, finish what is being compressed, and let go of the files."""
@@ -172,6 +163,16 @@ class AuditTrail:
         finally:
             self._forget()
             self._directory.close()
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """What is wrong with the disk, or is somebody else's turn, is nobody's fault: it is tried again."""
+        try:
+            yield
+        except Busy as busy:
+            raise RetryLater(f"{self.path}: {busy} is writing") from busy
+        except OSError as error:
+            raise RetryLater(f"{error.filename or self.path}: {error.strerror or error}") from error
 
     # -- the files, as they are -------------------------------------------------------------------------------------
 
@@ -396,6 +397,3 @@ class AuditTrail:
         self._manifest.write(self.path)
         for closed in done:
             (self.path / closed.file.removesuffix(".zst")).unlink(missing_ok=True)
-
-    def _later(self, error: OSError) -> RetryLater:
-        return RetryLater(f"{error.filename or self.path}: {error.strerror or error}")
