@@ -17,7 +17,7 @@ from walstream.engine.projector import Projector
 from walstream.engine.runner_group import NOT_WELL
 from walstream.guard.samples import samples
 from walstream.guard.watch import Guard, Watch
-from walstream.monitoring.server import Health, MonitoringServer
+from walstream.monitoring.health import Health, Source
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
 
@@ -36,7 +36,9 @@ def make_host(settings: Settings, projectors: Sequence[Projector], *, ingest: bo
     if watch is not None:
         host.accompany(watch)
     if settings.metrics_listen is not None:
-        sources = [lambda: host_samples(host)]
+        from walstream.monitoring.server import MonitoringServer
+
+        sources: list[Source] = [lambda: host_samples(host)]
         if watch is not None:
             sources.append(lambda: samples(watch.latest))
         host.accompany(MonitoringServer(settings.metrics_listen, lambda: health_of(host), tuple(sources)))

@@ -29,7 +29,8 @@ from walstream.guard.watch import Report
 from walstream.metrics import Metrics, Sample
 from walstream.monitoring.catalogue import BY_NAME, CATALOGUE, PREFIX
 from walstream.monitoring.exporter import Exporter
-from walstream.monitoring.server import Health, MonitoringServer, parse_address, serving
+from walstream.monitoring.health import Health
+from walstream.monitoring.server import MonitoringServer, parse_address, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yaml"

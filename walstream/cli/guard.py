@@ -102,7 +102,8 @@ def _once(settings: Settings, every_slot: bool, sample: float, as_json: bool) ->
 def _watch(settings: Settings, every_slot: bool, as_json: bool) -> None:
     from walstream.guard.samples import samples
     from walstream.guard.watch import Guard, Watch
-    from walstream.monitoring.server import Health, serving
+    from walstream.monitoring.health import Health
+    from walstream.monitoring.server import serving
 
     ended = threading.Event()
 

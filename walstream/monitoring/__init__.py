@@ -1,5 +1,1 @@
 """What a monitoring system asks a running process: metrics for Prometheus, and whether it is alive and ready."""
-
-from .server import MonitoringServer, serving
-
-__all__ = ["MonitoringServer", "serving"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,11 +15,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from walstream.metrics import Metrics, Sample
 
 from .catalogue import CATALOGUE, PREFIX, Described
+from .health import Source
 
 log = logging.getLogger("walstream.monitoring")
-
-Source = Callable[[], Iterable[Sample]]
-"""Gives the samples of the moment; quickly, and without waiting for anything."""
 
 
 class Exporter(Collector):

@@ -18,40 +18,23 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit
 
 from walstream.errors import ConfigError
 from walstream.metrics import METRICS, Metrics
 
-from .exporter import Exporter, Source
+from .health import Health, Source
+
+if TYPE_CHECKING:
+    from .exporter import Exporter
 
 log = logging.getLogger("walstream.monitoring")
 
 _AT_ONCE: Final = 8  # requests that are answered at the same time
 _SECONDS: Final = 5.0  # for one request, at the most
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """How a process is.
-
-    Attributes:
-        live: it works as far as it can; a restart would change nothing for the better.
-        parts: name to what there is to say of that part; each has ``ready`` (a bool).
-        starting: not everything is there yet.
-    """
-
-    live: bool
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    starting: bool = False
-
-    @property
-    def ready(self) -> bool:
-        return self.live and not self.starting and all(part["ready"] for part in self.parts.values())
 
 
 class MonitoringServer:
@@ -70,6 +53,8 @@ class MonitoringServer:
     def __init__(
         self, listen: str, health: Callable[[], Health], sources: tuple[Source, ...] = (), metrics: Metrics = METRICS
     ) -> None:
+        from .exporter import Exporter  # not needed, and not paid for at each start, where nothing is served
+
         host, port = parse_address(listen)
         try:
             self._server = _Server(host, port, health, Exporter(metrics, sources))
