@@ -43,7 +43,17 @@ _TABLES: Final = """
          WHERE j.status IN ('DELIVERED', 'IN_PROGRESS') AND j.lease_expires_at > clock_timestamp();
         RETURN NEW;
     END $$;
-    CREATE TRIGGER note_claim AFTER UPDATE OF fencing_token ON agent_jobs FOR EACH ROW EXECUTE FUNCTION note_claim();"""
+    CREATE TRIGGER note_claim AFTER UPDATE OF fencing_token ON agent_jobs FOR EACH ROW EXECUTE FUNCTION note_claim();
+    CREATE FUNCTION note_effect() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = public AS $$
+    BEGIN
+        INSERT INTO effects VALUES (
+            (NEW.payload ->> 'job')::bigint, NEW.session_id, (NEW.payload ->> 'token')::bigint,
+            (NEW.payload ->> 'worker')::int, to_timestamp((NEW.payload ->> 'begun')::float8), clock_timestamp()
+        );
+        RETURN NEW;
+    END $$;
+    CREATE TRIGGER note_effect AFTER INSERT ON agent_events FOR EACH ROW
+        WHEN (NEW.event_type = 'turn.said' AND NEW.payload ? 'begun') EXECUTE FUNCTION note_effect();"""
 
 # Each of these counts has to be 0.
 FAULTS: Final = {

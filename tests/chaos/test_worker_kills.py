@@ -48,10 +48,11 @@ def workers(forks: Forks, database: Database, tmp_path: Path) -> Iterator[Worker
 
 
 def test_killed_at_twelve_steps_of_a_turn(workers: Workers) -> None:
-    steps = workers.steps()
-    for number in range(12):
-        workers.hand_off()
-        workers.wait(workers.start(kill_at=1 + number * steps // 12, turns=1))
+    for plain in (False, True):
+        steps = workers.steps(plain=plain)
+        for number in range(6):
+            workers.hand_off(plain=plain)
+            workers.wait(workers.start(kill_at=1 + number * steps // 6 + plain, turns=1))
     assert workers.kills == 12
     workers.start(concurrency=4)
     workers.all_end()
@@ -60,15 +61,16 @@ def test_killed_at_twelve_steps_of_a_turn(workers: Workers) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_kills_at_every_step_and_at_random(workers: Workers) -> None:
-    """Each step of a turn, with and without an approval; then four at a time, at random steps of several turns."""
-    for ask in (False, True):
-        for step in range(1, workers.steps(ask=ask) + 1):
-            workers.hand_off(ask=ask)
+    """Each step of a turn, of one that ends in a single statement, and of one with an approval; then four at a time, at
+    random steps of several turns."""
+    for ask, plain in ((False, False), (False, True), (True, False)):
+        for step in range(1, workers.steps(ask=ask, plain=plain) + 1):
+            workers.hand_off(ask=ask, plain=plain)
             workers.wait(workers.start(kill_at=step, turns=1))
     chance = random.Random(41)
     sessions = [str(uuid.uuid4()) for _ in range(12)]
     for _ in range(200):
-        workers.hand_off(chance.choice(sessions), sleep=chance.choice((0, 0, 0.05)))
+        workers.hand_off(chance.choice(sessions), sleep=chance.choice((0, 0, 0.05)), plain=chance.random() < 0.5)
     doomed = [workers.start(kill_at=chance.randrange(1, 120), concurrency=2) for _ in range(4)]
     while workers.kills < 200 and workers.unfinished():
         workers.wait(doomed.pop(0))
@@ -113,6 +115,7 @@ _STATEMENTS = {
     "the completion": ("(complete|finish)_job",),
     "the commit": ("(complete|finish)_job", "COMMIT"),
     "a request": ("request_approval", "COMMIT"),
+    "a single statement": ("finish_job",),
 }
 
 
@@ -127,13 +130,13 @@ def test_connections_cut_before_the_server_hears_and_before_the_worker_hears(wor
         with worker:
             for number, (words, heard) in enumerate(itertools.product(_STATEMENTS.values(), (False, True)), start=1):
                 proxy.cut(*words, heard=heard)
-                workers.ends(workers.hand_off(ask="request_approval" in words))
+                workers.ends(workers.hand_off(ask="request_approval" in words, plain=words == ("finish_job",)))
                 assert proxy.cuts == number, (words, heard)
     deciding.stop()
     workers.check()
     # Nobody waited for a lease, and no turn was done anew: each job was claimed once, and once more after a decision.
     claims = database.execute("SELECT count(*) FROM claims GROUP BY job_id ORDER BY job_id")
-    assert claims == [(1,)] * 10 + [(2,)] * 2
+    assert claims == [(1,)] * 10 + [(2,)] * 2 + [(1,)] * 2
 
 
 def test_the_server_ends_every_connection_again_and_again(workers: Workers) -> None:
@@ -230,7 +233,7 @@ def crashed(workers: Workers, server: PostgresServer, times: int, jobs: int) -> 
     sessions = [str(uuid.uuid4()) for _ in range(jobs // 3)]
     long = workers.hand_off(hold=True)
     for number in range(jobs):
-        workers.hand_off(sessions[number % len(sessions)], sleep=0.02, ask=number % 5 == 0)
+        workers.hand_off(sessions[number % len(sessions)], sleep=0.02, ask=number % 5 == 0, plain=number % 2 == 0)
     pids = [workers.start(concurrency=4, lease_seconds=2.0) for _ in range(2)]
     workers.held(long)
     for _ in range(times):

@@ -38,6 +38,7 @@ class Turns:
     ``{"hold": true}``: its first attempt waits until the test says so (:meth:`Workers.go`), then appends once more;
     ``{"stop": true}``: its first attempt stops its process (SIGSTOP) in the middle of the completion;
     ``{"sleep": 0.1}``: it takes so long;
+    ``{"plain": true}``: no function of its own runs in the completion, which is a single statement then;
     ``{"ask": true}``: it asks a person before it is done; ``{"ask_late": true}``: so does its first attempt, last.
     """
 
@@ -51,7 +52,7 @@ class Turns:
         steps.take()
         assert job.handoff is not None
         orders = job.handoff.payload.get("message") or {}
-        said = {"job": job.job_id, "token": job.fencing_token, "asked": False}
+        said: dict[str, Any] = {"job": job.job_id, "token": job.fencing_token, "asked": False}
         ledger.append_now("turn.step", {"job": job.job_id, "token": job.fencing_token})
         steps.take()
         if orders.get("ask") and ledger.approval is None:
@@ -66,6 +67,8 @@ class Turns:
             if orders.get("ask_late"):
                 ledger.request_approval({"tool": "pay", "job": job.job_id})
                 return
+        if orders.get("plain"):
+            said |= {"worker": os.getpid(), "begun": begun}  # the effect is a trigger's
         ledger.append("turn.said", said)
         values = (job.job_id, job.session_id, job.fencing_token, os.getpid(), begun)
 
@@ -76,7 +79,8 @@ class Turns:
                 os.kill(os.getpid(), signal.SIGSTOP)
             steps.take()
 
-        ledger.on_completion(effect)
+        if not orders.get("plain"):
+            ledger.on_completion(effect)
         ledger.hand_off("nobody", {"after": job.job_id})
         steps.take()
 
