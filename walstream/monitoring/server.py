@@ -1,8 +1,8 @@
 """The HTTP side: ``/metrics``, ``/healthz``, ``/readyz``, on an address that the configuration names.
 
 Threads of its own, a bounded number of them, each with a time limit: a scraper that is slow, hangs or comes too often
-waits or is turned away, and costs ingest nothing. Nothing can be changed through it, and it shows no payload, so it
-needs no password; bind it to an address that only the monitoring reaches all the same.
+waits or is turned away, and costs ingest nothing. Nothing can be changed through it, and it asks for no password; bind
+it to an address that only the monitoring reaches, because it shows the text of errors, which may quote an event.
 
 - ``/healthz``: 200 while the process works as far as it can. Restart it if this fails.
 - ``/readyz``: 200 if every part does its work; 503 and the parts that do not, with their reasons. ``/readyz/NAME`` asks
