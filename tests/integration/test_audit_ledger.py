@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,27 @@ def test_heads_in_a_table_notice_an_end_that_is_cut_off(world: World, directory:
     called = call("audit", "verify", str(directory), *words, dsn=world.settings.dsn)
     assert called.exit_code == 1
     assert "the chain ends with record 11, and a head vouches for more: it was cut off" in called.stdout
+
+
+def test_a_sink_needs_no_more_than_to_add_to_the_table(world: World, directory: Path) -> None:
+    """The table as docs/audit.md makes it, with the grant that it gives."""
+    role = f"sink_{secrets.token_hex(4)}"
+    page = (Path(__file__).resolve().parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
+    statements = (
+        page.split("```sql\n")[1].split("```")[0].replace("TO walstream", f"TO {role}").replace("auditor", "public")
+    )
+    world.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        world.execute(statements)
+        login = world.settings.model_copy(update={"dsn": world.database.server.dsn(world.database.name, role)})
+        world.add_many(3)
+        trail = AuditTrail(directory, heads_to="table:audit_heads")
+        trail.record(world.events(), login)
+        trail.close()
+        assert world.execute("SELECT n FROM public.audit_heads") == [(4,)]
+    finally:
+        world.execute(f"DROP OWNED BY {role}")
+        world.execute(f"DROP ROLE {role}")
 
 
 def test_a_table_that_cannot_be_written_to_is_waited_for(world: World, directory: Path) -> None:
