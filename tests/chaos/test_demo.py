@@ -115,6 +115,23 @@ def test_consumers_and_workers_that_lose_and_double_are_caught(
 
 
 @pytest.mark.slow
+def test_kills_that_never_come_due_are_not_waited_for_for_ever(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("walstream.demo.supervisor.WORKERS", "tests.demo_silent")
+    monkeypatch.setattr("walstream.demo.driving._STUCK_SECONDS", 8.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    words = ["--events", "300", "--kills", "0", "--worker-kills", "3", "--rate", "0", "--agents", "20", "--json"]
+    result = CliRunner().invoke(app, ["demo", *words])
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert (found["holds"], found["gave_up"], found["effects"]) == (False, True, 0)
+    assert found["worker_kills"] < 3
+    assert found["projectors"]["effects of turns"]["lost"] == found["handoffs"] > 0
+
+
+@pytest.mark.slow
 def test_a_replay_needs_no_workers_and_its_faults_are_caught_too(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def demo(
     kills: Annotated[int, typer.Option(min=0, metavar="N", help="How often the consumer is killed with SIGKILL.")] = 3,
     worker_kills: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="How often a worker is, most times in the middle of a turn."),
+        typer.Option(min=0, metavar="N", help="How often a worker is, mostly in a turn. A replay has none."),
     ] = 3,
     rate: Annotated[
         float | None,
@@ -153,7 +153,7 @@ def _show(outcome: Outcome) -> None:
         kills, note = outcome.kills_of(worker=True), ""
         if kills:
             turns = sum(kill.turns for kill in kills)
-            note = f"{turns:,} turns in hand; at work again after {_seconds(kills)}"
+            note = f"turns in hand {turns:,}; at work again after {_seconds(kills)}"
         row("kill -9 of workers", len(kills), note)
     latency, calm = proof.latency, proof.undisturbed
     met = latency.events - calm.events

@@ -120,17 +120,18 @@ class Drive:
             if now >= look_at:
                 look_at = now + _LOOK
                 reached, *steps = self._look(observer)
-                to_come = self._consumer_kills.marks or self._worker_kills.marks
-                going = bool(self._swarm.busy or to_come or progress.outages)
-                if going or moved != (progress.delivered, *steps):
+                written = not self._swarm.busy
+                killed = not (self._consumer_kills.marks or self._worker_kills.marks or progress.outages)
+                waited_for = progress.outages or not (written or self._swarm.budget.held)
+                if waited_for or moved != (progress.delivered, *steps):
                     moved, moved_at = (progress.delivered, *steps), now
-                if not going:
+                if written and killed:
                     progress.phase = "catching up"
                     if reached >= self._swarm.tally.claimed:
                         return
-                    if now - moved_at > _STUCK_SECONDS:
-                        self.gave_up = True  # the proof shows what is missing
-                        return
+                if now - moved_at > _STUCK_SECONDS:
+                    self.gave_up = True  # the proof shows what is missing
+                    return
             time.sleep(_TICK)
 
     # -- kills ---------------------------------------------------------------------------------------------------------

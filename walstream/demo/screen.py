@@ -119,7 +119,7 @@ class PlainScreen:
                 self._say(phase)
             for kill in progress.kills[kills:]:
                 kills += 1
-                caught = f", with {kill.turns} turns in hand" if kill.turns else ""
+                caught = f", turns in hand: {kill.turns}" if kill.turns else ""
                 whom = "consumer" if kill.who == CONSUMER else f"{kill.who}s' worker"
                 self._say(f"kill -9 of the {whom}, number {kills}, after {kill.at_event:,} events{caught}")
             if progress.committed and time.monotonic() - spoken > _PLAIN_EVERY:

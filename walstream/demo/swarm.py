@@ -104,6 +104,11 @@ class Budget:
             while self._mark is not None and self.granted >= self._mark and not self._closed:
                 self._change.wait()
 
+    @property
+    def held(self) -> bool:
+        """Whether the gate holds writers up."""
+        return self._mark is not None and self.granted >= self._mark
+
     def close_gate_at(self, mark: int | None) -> None:
         """Hold writers up once ``mark`` events were granted (a few more slip through); ``None`` opens the gate."""
         with self._change:
