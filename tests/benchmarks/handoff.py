@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.benchmarks import handoff_receipts
-from tests.benchmarks.handoff_contenders import Contender, Polling, Procrastinate, Walstream, WithoutEvents
+from tests.benchmarks.handoff_contenders import Contender, Emit, Polling, Procrastinate, Walstream, WithoutEvents
 from walstream.postgres import PostgresServer
 
 HANDS: Final = 4  # of the one worker whose latency is measured
@@ -63,23 +63,24 @@ Figures = dict[str, Any]
 def emit(contender: Contender, rate: int, seconds: float, dice: random.Random) -> dict[int, tuple[int, int]]:
     """Hand over at a rate, each at a random moment of its share of the time; return when it was sent and committed."""
     numbers = contender.take_numbers(max(1, round(rate * seconds)))
-    start = time.monotonic() + 0.05
-    moments = iter([(n, start + (place + dice.random()) / rate) for place, n in enumerate(numbers)])
+    shares = [(number, (place + dice.random()) / rate) for place, number in enumerate(numbers)]
+    waiting = iter(shares)
     taking = threading.Lock()
     emitted: dict[int, tuple[int, int]] = {}
 
-    def work() -> None:
-        with contender.emitter() as send:
-            while True:
-                with taking:
-                    number, moment = next(moments, (None, 0.0))
-                if number is None:
-                    return
-                time.sleep(max(0.0, moment - time.monotonic()))
-                emitted[number] = send(number)
+    def work(send: Emit, start: float) -> None:
+        while True:
+            with taking:
+                number, share = next(waiting, (None, 0.0))
+            if number is None:
+                return
+            time.sleep(max(0.0, start + share - time.monotonic()))
+            emitted[number] = send(number)
 
-    with ThreadPoolExecutor(_EMITTERS) as pool:
-        for done in [pool.submit(work) for _ in range(_EMITTERS)]:
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(_EMITTERS) as pool:
+        emitters = [stack.enter_context(contender.emitter()) for _ in range(_EMITTERS)]
+        start = time.monotonic() + 0.2
+        for done in [pool.submit(work, send, start) for send in emitters]:
             done.result()
     return emitted
 

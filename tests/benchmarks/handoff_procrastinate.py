@@ -23,8 +23,8 @@ def main() -> None:
 
 
 def emitting(dsn: str) -> App:
-    """The app of who defers: over a connection of its own."""
-    return App(connector=SyncPsycopgConnector(conninfo=dsn))
+    """The app of who defers."""
+    return App(connector=SyncPsycopgConnector(conninfo=dsn, min_size=1, max_size=1))
 
 
 if __name__ == "__main__":
