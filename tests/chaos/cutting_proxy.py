@@ -33,6 +33,7 @@ class CuttingProxy:
         self._lock = threading.Lock()
         self._words: tuple[bytes, ...] = ()
         self._heard = False
+        self._answered = True
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self) -> CuttingProxy:
@@ -43,16 +44,18 @@ class CuttingProxy:
     ) -> None:
         self._listener.close()
 
-    def cut(self, *words: str, heard: bool) -> None:
+    def cut(self, *words: str, heard: bool, answered: bool = True) -> None:
         """Cut the next connection on which these go by, in this order, at the last of them.
 
         Args:
             words: regular expressions.
             heard: the server gets it and answers, and the client never hears of it; else the server never gets it.
+            answered: if not, the client is cut off before the server has answered.
         """
         with self._lock:
             self._words = tuple(word.encode() for word in words)
             self._heard = heard
+            self._answered = answered
 
     def _accept(self) -> None:
         while True:
@@ -77,6 +80,8 @@ class CuttingProxy:
                     due, seen = self._judge(data, seen)
                     if due and self._heard:
                         server.sendall(data)
+                        if not self._answered:
+                            client.shutdown(socket.SHUT_RDWR)
                         self._swallow(server)
                     if due:
                         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import threading
 import time
 import uuid
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from psycopg2.extensions import make_dsn
+from psycopg2.extensions import make_dsn, parse_dsn
 
-from tests.chaos.handoffs import Forks, Workers
+from tests.chaos.cutting_proxy import CuttingProxy
+from tests.chaos.handoffs import AGENT, Forks, Workers
 from tests.conftest import Database
 from tests.integration.streams import eventually
 from walstream import ClaimedJob, ConfigError, Fenced, JobRefused, Jobs, TurnLedger, Worker
@@ -286,6 +288,66 @@ def test_workers_are_woken_whatever_listening_raises(attacked: Attacked, monkeyp
     eventually(lambda: calls >= 2, "it listens")
     for _ in range(3):
         attacked.ends(attacked.hand_off(), timeout=5)
+
+
+@pytest.mark.parametrize("rounds", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_knock_is_lost_between_a_look_and_a_wait(attacked: Attacked, rounds: int) -> None:
+    """Nobody looks by himself here: who is not woken sleeps for a minute."""
+    chance = random.Random(53)
+
+    def turn(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
+        time.sleep(chance.choice((0, 0.001, 0.005)))
+
+    for _ in range(2):
+        attacked.work(turn, poll_seconds=60.0, concurrency=3)
+    for _ in range(rounds):
+        for _ in range(chance.randrange(1, 4)):
+            attacked.hand_off()
+            attacked.jobs.wake(AGENT, on=attacked.on)
+            time.sleep(chance.choice((0, 0, 0.002)))
+        if chance.random() < 0.5:
+            attacked.all_end(20)
+    attacked.all_end(20)
+
+
+def test_a_hand_that_waits_for_its_claim_is_stopped_and_leaves_no_job_behind(attacked: Attacked) -> None:
+    held = str(uuid.uuid4())
+    job = attacked.hand_off(held)
+    holder = attacked.database.connect()
+    with holder.cursor() as cur:
+        cur.execute("SELECT pg_advisory_xact_lock(walstream.session_lock_key(%s))", (held,))
+    worker = attacked.work(lambda context, job, ledger: None)
+    time.sleep(0.2)
+    began = time.monotonic()
+    worker.stop()
+    assert time.monotonic() - began < 4
+    holder.rollback()
+    attacked.work(lambda context, job, ledger: None)
+    attacked.ends(job, timeout=5)  # and not when a lease of half a minute runs out
+
+
+def test_a_completion_that_the_server_still_works_on_when_its_connection_is_gone(
+    attacked: Attacked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is sent again, waits for the first, and nothing is written twice."""
+    attacked.database.execute(
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(1); RETURN NEW; END $$;"
+        "CREATE TRIGGER slow BEFORE INSERT ON agent_events FOR EACH ROW WHEN (NEW.event_type = 'note')"
+        " EXECUTE FUNCTION slow()"
+    )
+
+    def turn(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
+        ledger.append("note", {})
+
+    parameters = parse_dsn(attacked.database.server.dsn(attacked.database.name, tcp=True))
+    with CuttingProxy(int(parameters["port"])) as proxy:
+        attacked.work(turn, dsn=str(make_dsn(**{**parameters, "port": proxy.port})))
+        proxy.cut("(finish|complete)_job", heard=True, answered=False)
+        job = attacked.hand_off()
+        attacked.ends(job)
+        time.sleep(1.5)
+    assert attacked.database.execute("SELECT count(*) FROM agent_events WHERE event_type = 'note'") == [(1,)]
+    assert attacked.jobs.get(job, on=attacked.on).fencing_token == 1
 
 
 def test_a_job_that_has_just_been_completed_was_not_lost(caplog: pytest.LogCaptureFixture, attacked: Attacked) -> None:
