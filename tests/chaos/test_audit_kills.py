@@ -277,6 +277,7 @@ def test_a_full_disk_stops_the_sink_alone_and_it_goes_on_by_itself(
         scene.close()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_read_only_is_waited_for(database: Database, tmp_path: Path, small_disk: Path) -> None:
     scene = Scene(database, tmp_path, small_disk / "audit")
     consumer = scene.consumer().start()

@@ -281,6 +281,25 @@ def test_a_disk_that_fills_up_leaves_no_half_record(
     verified(directory)
 
 
+def test_a_disk_that_is_read_only_is_waited_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(directory, events(1, 3))
+    before = records(directory)
+    opening = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opening(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(RetryLater, match="Read-only file system"):
+        record(directory, events(4, 5))
+    monkeypatch.undo()
+    assert records(directory) == before
+    record(directory, events(4, 5))
+    assert offsets(directory) == [1, 2, 3, 4, 5]
+
+
 def test_a_flush_that_fails_counts_for_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trail = AuditTrail(directory)
     trail.record(events(1, 2), SETTINGS)
