@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OUTAGE_SECONDS: Final = 60.0
 _STUCK_SECONDS: Final = 30.0
 _RESPITE: Final = 1.5  # seconds that a process works before it is killed again, at random up to this
-_PATIENCE: Final = 2.0  # seconds that a worker is watched for a turn to be killed in
+_PATIENCE: Final = 2.0  # seconds that workers are watched for one in the middle of a turn
 _IN_A_TURN: Final = 0.75  # so many of the kills of workers wait for a turn
 _TICK: Final = 0.02
 _LOOK: Final = 0.1  # seconds between two questions to the database
@@ -92,7 +92,7 @@ class Drive:
         self._crew = crew
         self._consumer_kills, self._worker_kills = schedules
         self._random = rng
-        self._victim: tuple[str, float] | None = None
+        self._watched_until: float | None = None
         self._generation = 0
         self.gave_up = False
 
@@ -151,14 +151,15 @@ class Drive:
             self._set_gate()
         if self._crew is None:
             return
-        if self._victim is None and self._worker_kills.due(committed, self._alive_for(worker=True)):
+        if self._watched_until is None and self._worker_kills.due(committed, self._alive_for(worker=True)):
             patience = _PATIENCE if self._random.random() < _IN_A_TURN else 0.0
-            self._victim = self._random.choice(self._crew.roles), time.monotonic() + patience
-        if self._victim is not None:
-            role, until = self._victim
-            if time.monotonic() >= until or self._crew.busy(role, observer):
-                self._victim = None
-                at = time.time()
+            self._watched_until = time.monotonic() + patience
+        if self._watched_until is not None:
+            over = time.monotonic() >= self._watched_until
+            found = self._crew.roles if over else [role for role in self._crew.roles if self._crew.busy(role, observer)]
+            if found:
+                self._watched_until = None
+                role, at = self._random.choice(found), time.time()
                 turns = self._crew.killed(role, observer)
                 self._progress.kills.append(Kill(role, committed, at, turns=turns))
                 self._crew.restart(role)
