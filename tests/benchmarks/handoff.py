@@ -211,7 +211,7 @@ def show(found: Figures) -> None:
         f" load {machine['load'][0]} to {machine['load'][2]}; medians of {plan['repeats']} runs (least to greatest)"
     )
     print(f"\ncommit to handler, milliseconds; one worker process of {plan['hands']}")
-    print(f"{'':32}{'a second':>9}{'p50':>22}{'p99':>26}{'from COMMIT sent':>19}{'CPU ms':>14}")
+    print(f"{'':32}{'a second':>9}{'p50':>32}{'p99':>32}{'from COMMIT sent':>20}{'CPU ms':>16}")
     for name, each in found["contenders"].items():
         for rate, values in each.get("rates", {}).items():
             sent = values["from_sent"]
@@ -219,8 +219,8 @@ def show(found: Figures) -> None:
                 "" if values["held_per_second"] > 0.9 * float(rate) else f"   only {values['held_per_second']} emitted"
             )
             print(
-                f"{name:32}{rate:>9}{_spread(values, 'p50_ms'):>22}{_spread(values, 'p99_ms'):>26}"
-                f"{sent['p50_ms']:>10} {sent['p99_ms']:>8}{_cpu(values):>14}{held}"
+                f"{name:32}{rate:>9}{_spread(values, 'p50_ms'):>32}{_spread(values, 'p99_ms'):>32}"
+                f"{sent['p50_ms']:>11} {sent['p99_ms']:>8}{_cpu(values):>16}{held}"
             )
     print("\njobs a second, eight workers and a backlog")
     for name, each in found["contenders"].items():
