@@ -234,7 +234,7 @@ def crashed(workers: Workers, server: PostgresServer, times: int, jobs: int) -> 
     long = workers.hand_off(hold=True)
     for number in range(jobs):
         workers.hand_off(sessions[number % len(sessions)], sleep=0.02, ask=number % 5 == 0, plain=number % 2 == 0)
-    pids = [workers.start(concurrency=4, lease_seconds=2.0) for _ in range(2)]
+    pids = [workers.start(concurrency=4, lease_seconds=1.0) for _ in range(2)]
     workers.held(long)
     for _ in range(times):
         workers.get_on(3)
@@ -255,7 +255,7 @@ def test_the_server_crashes_while_jobs_are_claimed_and_completed(
     database = Database(server, "crashed")
     database.create()
     with contextlib.closing(Workers(forks, database, tmp_path)) as workers:
-        crashed(workers, server, 2, 40)
+        crashed(workers, server, 2, 24)
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def in_order(workers: Workers, jobs: int, kills: int) -> None:
 
 
 def test_twenty_workers_do_a_session_s_jobs_one_by_one_and_no_more_at_once_than_allowed(workers: Workers) -> None:
-    in_order(workers, 64, 3)
+    in_order(workers, 48, 2)
 
 
 @pytest.mark.slow
