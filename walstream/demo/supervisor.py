@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 STREAM: Final = "walstream.demo.consumer:stream"
 FILE: Final = "events.jsonl"  # what the consumer's file is called, in the demo's folder
 
+_TO_SPARE: Final = 2  # hands beyond the number of agents: seldom does a handoff wait for one that is free
 _READY_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 15.0
 _LOOK: Final = 0.1  # seconds between two questions to the database
@@ -143,8 +144,8 @@ class Demo:
             self._consumer = Child(CONSUMER, "run", STREAM, self.config)
             stack.callback(self._consumer.kill)
             if self.plan.replay is None:
-                hands = dict[str, int](numbers_of(self.plan.agents).items())
-                del hands["planner"]
+                numbers = numbers_of(self.plan.agents)
+                hands = {str(role): n + _TO_SPARE for role, n in numbers.items() if role != "planner"}
                 self._crew = Crew(self.config, hands, WORKERS, self.settings.namespace)
                 stack.callback(self._crew.kill)
             self._stack = stack.pop_all()
