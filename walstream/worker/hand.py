@@ -224,7 +224,8 @@ class Hand:
 
     def _call(self, job: ClaimedJob, ledger: TurnLedger, lease: Lease) -> None:
         place = self._place
-        context = self.run(lease, lambda cur: self._context(cur.connection, job))
+        # It only reads, and each of its statements says by itself what it has to be consistent with.
+        context = self.run(lease, lambda cur: self._context(cur.connection, job), one_statement=True)
         try:
             outcome = place.handler(context, job, ledger)
             if inspect.isawaitable(outcome):
