@@ -105,14 +105,18 @@ class Shift:
             wake=lambda agent: self._notifier.notify(self._jobs.channel, agent),
             end=end,
         )
-        owner = owner_name()
+        self._owner = owner_name()
         self._hands = [
-            Hand(place, self._claims(f"{owner}/{number}"), f"walstream-{options.agent}-{number}")
+            Hand(place, self._claims(f"{self._owner}/{number}"), f"walstream-{options.agent}-{number}")
             for number in range(options.concurrency)
         ]
 
     def start(self) -> None:
         """Start all threads."""
+        log.info(
+            "working for agent %r as %s, with %d hands and leases of %g s",
+            *(self._options.agent, self._owner, self._options.concurrency, self._options.lease_seconds),
+        )
         self._leases.start()
         self._knocks.start()
         for hand in self._hands:
