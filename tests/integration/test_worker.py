@@ -342,13 +342,16 @@ def test_woken_by_a_notification_or_by_the_poll(shop: Shop) -> None:
     assert shop.events(job) == []
 
 
-def test_the_next_job_of_a_session_is_woken_whoever_s_it_is(shop: Shop) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_next_job_of_a_session_is_woken_whoever_s_it_is(shop: Shop, fails: bool) -> None:
     order: list[str] = []
     release = threading.Event()
 
     def first(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
         release.wait(20)
         order.append("first")
+        if fails:
+            raise GiveUp("no")
 
     def second(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
         order.append("second")

@@ -77,7 +77,7 @@ class Workplace:
         retry: pauses between attempts.
         timeout: seconds that a turn may take; ``None`` for as long as it likes.
         stopping: set once no more jobs are to be claimed.
-        wake: tells workers elsewhere that an agent's job waits.
+        wake: tells workers elsewhere that an agent's job waits; those of all agents if it is given an empty name.
         end: called with what ends the worker.
     """
 
@@ -286,6 +286,8 @@ class Hand:
             return
         if status == "SUBMITTED" and pause is not None:
             place.knocks.knock_at(time.monotonic() + pause)
+        elif status == "FAILED":
+            place.wake("")  # its session goes on, whoever's turn it is there
         what = f"next try in {pause:.1f} s" if status == "SUBMITTED" and pause is not None else "for good"
         log.warning("job %d (session %s), attempt %d of %d, failed, %s: %s\n%s",
                     job.job_id, job.session_id, job.attempts, job.max_delivery_attempts, what, line, trace)  # fmt: skip
