@@ -83,12 +83,18 @@ class RunningServer:
 
 
 class Database:
-    """A database on the shared server, made when it is used first."""
+    """A database on the shared server.
 
-    def __init__(self, server: Server, name: str) -> None:
+    Args:
+        server: where it is.
+        name: its name.
+        made: it is there; otherwise it is made when it is used first.
+    """
+
+    def __init__(self, server: Server, name: str, *, made: bool = False) -> None:
         self.server = server
         self.name = name
-        self.made = False
+        self.made = made
         self._connections: list[connection] = []
 
     @property

@@ -330,6 +330,7 @@ class Pooler(Relay):
 
 
 def test_a_pooler_in_the_path(database: Database, slot: str) -> None:
+    database.create()
     direct = parse_dsn(database.server.dsn(database.name, tcp=True))
     with Pooler(direct["host"], int(direct["port"])) as pooler:
         dsn = make_dsn(database.server.dsn(database.name, tcp=True), port=str(pooler.port), sslmode="disable")

@@ -262,7 +262,7 @@ def test_a_lost_slot_and_commit_order(own_server: Callable[..., PostgresServer])
     """On a server of its own: WAL is thrown away under the slot, and commit times are tracked."""
     server = own_server(max_slot_wal_keep_size="1MB", track_commit_timestamp="on", max_wal_size="32MB")
     server.execute("CREATE DATABASE ledger")
-    database = Database(server, "ledger")
+    database = Database(server, "ledger", made=True)
     ok("init", "--slot", "lost", dsn=database.dsn)
     late = database.connect()
     late.cursor().execute(INSERT)

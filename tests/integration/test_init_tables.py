@@ -161,7 +161,7 @@ def test_an_encoding_that_is_none_is_refused(database: Database, slot: str) -> N
 def test_latin1_works(database: Database, slot: str) -> None:
     name = f"{database.name[:40]}_latin"
     database.execute(f"CREATE DATABASE \"{name}\" ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
-    latin = Database(database.server, name)
+    latin = Database(database.server, name, made=True)
     try:
         ok("init", "--slot", slot, "--table", "événements", dsn=make_dsn(database.dsn, dbname=name))
     finally:

@@ -19,7 +19,7 @@ def test_dump_and_restore(own_server: Callable[..., PostgresServer]) -> None:
     old, new = own_server(), own_server()
     for server in (old, new):
         server.execute("CREATE DATABASE moved")
-    before = Installed(Database(old, "moved"))
+    before = Installed(Database(old, "moved", made=True))
     with before.host():
         before.insert("one", "two", "three")
         # The old WAL is far longer than the new one will be: its positions mean nothing there.
@@ -36,7 +36,7 @@ def test_dump_and_restore(own_server: Callable[..., PostgresServer]) -> None:
         text=True,
         check=True,
     )
-    database = Database(new, "moved")
+    database = Database(new, "moved", made=True)
     slot = ("--slot", before.settings.slot)
 
     host = make_host(before.settings.model_copy(update={"dsn": database.dsn}), [])

@@ -97,7 +97,7 @@ def test_the_server_settings_of_role_and_database_do_not_reach_the_stream(ledger
 def test_a_latin1_database_is_streamed_as_utf8(database: Database) -> None:
     """C03: names of columns included."""
     database.drop()
-    database.create("ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    database.create("ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C'", template="template0")
     ledger = Ledger(database.dsn, database.execute, slot_name(database.name), "publié").make()
     database.execute("ALTER TABLE agent_events ADD COLUMN né text")
     database.execute(
@@ -394,7 +394,7 @@ def test_prepared_transactions_come_when_they_commit(ledger: Ledger, database: D
 def test_a_change_that_the_server_cannot_send_names_where_it_stands(database: Database) -> None:
     """C18 in small: the server's own error inside its output plugin is neither retried nor skipped."""
     database.drop()
-    database.create("ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    database.create("ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C'", template="template0")
     ledger = Ledger(database.dsn, database.execute, slot_name(database.name)).make()
     ledger.insert("good")
     database.execute("INSERT INTO agent_events (event_type) VALUES (E'\\xff')")
