@@ -365,7 +365,7 @@ def test_options_of_a_projector_are_all_described() -> None:
     assert set(listed) == set(Projector.__annotations__)
     for name, row in listed.items():
         default = getattr(Projector, name)
-        if default not in ("", ()):
+        if default not in ("", (), None):
             assert shown_default(default) in ticked(row[1]), name
 
 

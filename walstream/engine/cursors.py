@@ -199,6 +199,16 @@ class Cursors:
         if cur.rowcount != 1:
             raise self._fenced()
 
+    def require_turn(self, cur: Cursor) -> None:
+        """Check that this process runs the projector.
+
+        Raises:
+            Fenced: another one does.
+        """
+        row = self.row(cur)
+        if row is None or row.generation != self._generation:
+            raise self._fenced()
+
     def mark_batch(self, cur: Cursor, mark: str) -> None:
         """Mark the transaction as the runner's own; :meth:`step` checks the mark."""
         cur.execute("SELECT pg_catalog.set_config(%s, %s, true)", (BATCH_MARK, mark))

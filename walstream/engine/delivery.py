@@ -156,6 +156,22 @@ class Delivery:
             self._run(self._projector.setup(self._context))
             self._connection.commit()
 
+    def tick(self) -> None:
+        """Call the projector's ``tick``, if it is still this process's turn.
+
+        Raises:
+            Fenced: another process runs the projector now.
+            BaseException: whatever the projector raised.
+        """
+        with self._rolling_back():
+            self._context.begin()
+            with self._connection.cursor() as cur:
+                self._cursors.require_turn(cur)
+            self._connection.rollback()  # an external projector holds no transaction open
+            with self._watched():
+                self._run(self._projector.tick(self._context))
+        self._announce_all()
+
     @property
     def done(self) -> Event | None:
         """The last event of the failed batch that the projector said it had finished."""
@@ -202,8 +218,11 @@ class Delivery:
                 with self._connection.cursor() as cur:
                     step(cur, None)
                     self._connection.commit()
+        self._announce_all()
+
+    def _announce_all(self) -> None:
         if self._announce is not None:
-            for channel, payload in context.announcements:
+            for channel, payload in self._context.announcements:
                 self._announce(channel, payload)
 
     @contextlib.contextmanager

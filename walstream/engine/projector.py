@@ -48,6 +48,7 @@ class Projector:
         synchronous_commit: ``False``: a transactional batch does not wait until its commit is on the disk. A crash of
             the server may take the last moments back, effect and cursor together, and the events come again. Good where
             nobody outside of the database acts on what he reads there.
+        tick_seconds: an external projector's :meth:`tick` is called about this often; ``None`` means never.
 
     A word in the configuration (``[projectors.NAME]``) overrides the class's.
 
@@ -82,6 +83,7 @@ class Projector:
     batch: int = 500
     deadline: float = 30.0
     synchronous_commit: bool = True
+    tick_seconds: float | None = None
 
     def setup(self, ctx: Context) -> Awaitable[None] | None:
         """Called once in each process before the first event, when it is this process's turn; may be ``async``.
@@ -101,6 +103,15 @@ class Projector:
             Exception: anything else is a failed attempt.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what to do with events: define project()")
+
+    def tick(self, ctx: Context) -> Awaitable[None] | None:
+        """Do what is due by time and not by events (close a file, send what was collected); may be ``async``.
+
+        Called by lane 0 of an external projector, never at the same time as this lane's :meth:`project`: at the start,
+        then every ``tick_seconds``, also while nothing comes. What it raises is treated like a failure of
+        :meth:`project`, but that no session is there to be parked: with ``on_poison = "park"`` it is given up until
+        the next tick.
+        """
 
     def close(self) -> Awaitable[None] | None:
         """Called once when this process stops running it; may be ``async``."""
@@ -124,7 +135,7 @@ class FunctionProjector(Projector):
         ConfigError: the function takes neither one nor two arguments, or is a generator; or an option is unknown.
     """
 
-    _OPTIONS: ClassVar[frozenset[str]] = frozenset(Projector.__annotations__)
+    _OPTIONS: ClassVar[frozenset[str]] = frozenset(Projector.__annotations__) - {"tick_seconds"}
 
     def __init__(self, function: Handler, events: Sequence[str] = (), **options: Any) -> None:
         unknown = sorted(set(options) - self._OPTIONS)
@@ -186,6 +197,7 @@ class Options:
     batch: int
     deadline: float
     synchronous_commit: bool
+    tick_seconds: float | None
 
     @property
     def kind(self) -> str:
@@ -221,6 +233,7 @@ class Options:
             batch=projector.batch if word.batch is None else word.batch,
             deadline=projector.deadline if word.deadline is None else word.deadline,
             synchronous_commit=bool(projector.synchronous_commit),
+            tick_seconds=projector.tick_seconds,
         )
         options._check()
         return options
@@ -235,13 +248,15 @@ class Options:
             "lanes": 1 <= self.lanes <= 256,
             "batch": self.batch >= 1,
             "deadline": self.deadline > 0,
+            "tick_seconds": self.tick_seconds is None or (self.tick_seconds > 0 and not self.transactional),
         }
         wrong = [option for option, fits in sound.items() if not fits]
         if wrong:
             raise ConfigError(
                 f"projector {self.name!r}: {', '.join(wrong)} cannot be what it is",
                 hint="start is 'earliest', 'latest' or an offset from 1; on_poison is 'park' or 'halt';"
-                " max_attempts, batch and lanes (to 256) are at least 1; times are seconds",
+                " max_attempts, batch and lanes (to 256) are at least 1; times are seconds; only an external projector"
+                " has ticks",
             )
 
 

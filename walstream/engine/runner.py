@@ -25,6 +25,7 @@ from .parking import Parking
 from .projector import Options
 from .retry import CONFLICTS_FOR_FREE, Backoff, Fault, describe, judge, narrow
 from .source import EventSource, Reset
+from .ticking import Ticking
 from .unparking import Unparking
 
 log = logging.getLogger("walstream.runner")
@@ -95,6 +96,7 @@ class LaneRunner:
         self._selection = Selection(desk.options.events, lane, lanes)
         self._delivery: Delivery | None = None
         self._unparking: Unparking | None = None
+        self._ticking = Ticking(desk, self, lane)
         self._blocked: set[str] = set()
         self._progress = 0
         self.name = name_of(desk.options.name, lane)
@@ -169,6 +171,7 @@ class LaneRunner:
             while self._until is None or read_to < self._until:
                 self._desk.check()
                 unparking.turn()
+                self._ticking.turn()
                 batch = source.read(read_to, limit=limit, timeout=PATIENCE)
                 self._well(source.path)
                 events, through = self._bounded(batch.events, batch.through)
@@ -208,12 +211,12 @@ class LaneRunner:
         batches = list(cut(kept, self._desk.options.batch))
         for batch in batches:
             self._handle(batch, through if batch is batches[-1] else batch[-1].offset)
-            last = batch[-1]
+            self._ticking.turn()
             metrics, name = self._desk.metrics, self._desk.options.name
             metrics.add("projector_events_total", len(batch), projector=name)
             self._show_position()
-            if last.commit.time_us:
-                lag = time.time() - (last.commit.time_us / 1e6 + _POSTGRES_EPOCH_UNIX)
+            if committed := batch[-1].commit.time_us:
+                lag = time.time() - (committed / 1e6 + _POSTGRES_EPOCH_UNIX)
                 metrics.set("projector_lag_seconds", max(0.0, lag), projector=name, lane=str(self._lane))
 
     # -- one batch, whatever it takes ---------------------------------------------------------------------------------
@@ -240,12 +243,12 @@ class LaneRunner:
             if fault is Fault.CONFLICT:
                 conflicts += 1
                 if conflicts <= CONFLICTS_FOR_FREE:
-                    self._wait(error, flowing, options.retry.pause(conflicts))
+                    self.wait(error, flowing[0], options.retry.pause(conflicts))
                     continue
             elif fault is Fault.LATER:
                 later += 1
                 delay = error.delay if isinstance(error, RetryLater) else None
-                self._wait(error, flowing, options.retry.pause(later) if delay is None else delay)
+                self.wait(error, flowing[0], options.retry.pause(later) if delay is None else delay)
                 continue
             if isinstance(error, ProjectorHalted):
                 self.halt(flowing[0], error)
@@ -261,7 +264,7 @@ class LaneRunner:
             if failures >= options.max_attempts:
                 self._give_up(flowing[0], failures, error, waiting, through)
                 return
-            self._wait(error, flowing, options.retry.pause(failures))
+            self.wait(error, flowing[0], options.retry.pause(failures))
 
     def _sort(self, events: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
         """Those that may be projected, and those that wait behind a parked one of their session."""
@@ -325,15 +328,17 @@ class LaneRunner:
             line,
         )
 
-    def halt(self, event: Event, error: Exception) -> NoReturn:
-        """Halt the projector at an event: written down, and raised."""
+    def halt(self, event: Event | None, error: Exception) -> NoReturn:
+        """Halt the projector at an event, or in a tick: written down, and raised."""
         line, _ = describe(error)
-        self.delivery().write(lambda cur: self._desk.cursors.halt(cur, line, event.offset))
+        offset, where = event.offset if event else None, "in its tick"
+        if event is not None:
+            where = f"at offset {offset} (seq {event.seq}, {event.event_type}, session {event.session_id})"
+        self.delivery().write(lambda cur: self._desk.cursors.halt(cur, line, offset))
         raise Halted(
-            f"projector {self._desk.options.name!r} halted at offset {event.offset} (seq {event.seq},"
-            f" {event.event_type}, session {event.session_id}): {line}",
-            hint="correct it and start again (or `walstream projectors resume`): it goes on with this event",
-            offset=event.offset,
+            f"projector {self._desk.options.name!r} halted {where}: {line}",
+            hint="correct it and start again (or `walstream projectors resume`): it goes on there",
+            offset=offset,
             recorded=True,
         ) from error
 
@@ -377,9 +382,11 @@ class LaneRunner:
             failure = ConnectionLost(f"{self.name}: {describe(error)[0]}")
         raise failure from (None if failure is error else error)
 
-    def _wait(self, error: Exception, events: Sequence[Event], pause: float) -> None:
-        self._retrying(error, events[0].offset)
-        log.warning("%s tries offset %d again in %.1f s: %s", self.name, events[0].offset, pause, self.error)
+    def wait(self, error: Exception, event: Event | None, pause: float) -> None:
+        """Show that it is retrying, and wait."""
+        self._retrying(error, event.offset if event else None)
+        what = f"offset {event.offset}" if event else "its tick"
+        log.warning("%s tries %s again in %.1f s: %s", self.name, what, pause, self.error)
         self._desk.sleep(pause)
 
     def _retrying(self, error: Exception, offset: int | None = None) -> None:
