@@ -40,6 +40,9 @@ APPROVALS_VERSION: Final = 4
 PRUNING_VERSION: Final = 5
 """What forgetting finished jobs needs, and a router that knows of forgotten ones."""
 
+ERASURES_VERSION: Final = 6
+"""What `walstream erase` needs: declarations that say which transaction made them, and of which session."""
+
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
 
@@ -150,6 +153,7 @@ def functions_template(version: int | None = None) -> str:
         ("jobs.sql", JOBS_VERSION),
         ("approvals.sql", APPROVALS_VERSION),
         ("pruning.sql", PRUNING_VERSION),
+        ("erasing.sql", ERASURES_VERSION),
     )
     return "".join(_template(file) for file, needed in parts if version is None or version >= needed)
 
