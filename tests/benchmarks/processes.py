@@ -86,6 +86,12 @@ class Processes:
         return _sum(sum(map(int, each[_OWN])) for each in fields if each)
 
 
+def cpu_seconds_of(pid: int) -> float | None:
+    """Processor time that one process has taken so far; ``None`` if it is gone, or where there is no /proc."""
+    fields = _stat(pid)
+    return None if fields is None else _sum([sum(map(int, fields[_OWN]))])
+
+
 def server_cpu_seconds(server: PostgresServer) -> float | None:
     """Processor time that a server's processes have taken so far, those that have ended included; ``None`` where there
     is no /proc."""

@@ -1,0 +1,125 @@
+"""One contender drains a filled ledger once: how long it took, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tests.benchmarks import drained_receipt
+from tests.benchmarks.filled_ledger import SLOT, FilledLedger
+from tests.benchmarks.processes import Processes, cpu_seconds_of
+
+_PATIENCE: Final = 300.0
+_LOOK: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What one run took.
+
+    Attributes:
+        seconds: from the moment at which the slot began to be read until the last event was handled.
+        client_cpu: seconds of processor time of the client, without its start.
+        walsender_cpu: the same of the server process that sends; ``None`` where there is no /proc.
+        rss_mb: the client's peak.
+        threads: seconds of processor time by thread, where the client tells.
+    """
+
+    seconds: float
+    client_cpu: float
+    walsender_cpu: float | None
+    rss_mb: float
+    threads: Mapping[str, float] = field(default_factory=dict)
+
+
+def by_walstream(
+    ledger: FilledLedger,
+    *,
+    tcp: bool = False,
+    projectors: int = 1,
+    parsing: int = 0,
+    walsender: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Drained:
+    """`walstream run` as it is shipped.
+
+    Args:
+        projectors: how many.
+        parsing: how many of them look into every payload.
+        walsender: whether the slot is read at all (a played stream begins when the projector was set up).
+        environment: further settings.
+
+    Raises:
+        RuntimeError: it ended, or takes too long.
+    """
+    ledger.reset()
+    with tempfile.TemporaryDirectory() as folder:
+        receipt = Path(folder) / "receipt.json"
+        wanted = {
+            **ledger.environment(tcp=tcp),
+            drained_receipt.EVENTS: str(ledger.events),
+            drained_receipt.RECEIPT: str(receipt),
+            drained_receipt.PROJECTORS: str(projectors),
+            drained_receipt.PARSING: str(parsing),
+            **(environment or {}),
+        }
+        processes = Processes(Path(folder) / "log", wanted)
+        began = time.time()
+        processes.start("walstream", "run", "tests.benchmarks.drained_stream:stream")
+        cpu: float | None = None
+        try:
+            if walsender:
+                began, sender = ledger.started()
+            until = time.monotonic() + _PATIENCE
+            while not receipt.exists():
+                processes.check()
+                if time.monotonic() > until:
+                    raise RuntimeError(f"walstream has not drained {ledger.events} events in {_PATIENCE:.0f} s")
+                time.sleep(_LOOK)
+            if walsender:
+                cpu = cpu_seconds_of(sender)
+        finally:
+            processes.stop()
+        found = json.loads(receipt.read_text())
+    return Drained(found["ended"] - began, found["cpu"], cpu, found["rss_mb"], found["threads"])
+
+
+def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = False) -> Drained:
+    """`pg_recvlogical -f /dev/null`, which does nothing with what it receives.
+
+    Args:
+        options: of the plugin, and its own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    ledger.reset()
+    command = [
+        str(ledger.recvlogical), "-d", ledger.dsn(tcp=tcp), "--slot", SLOT, "--start", "-f", os.devnull,
+        "--endpos", ledger.end, "--no-loop", *options,
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+    began, sender = ledger.started()
+    cpu: float | None = None
+    while True:
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if ended:
+            break
+        cpu = cpu_seconds_of(sender) or cpu
+        time.sleep(_LOOK)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    moment = time.time()
+    said = process.stderr.read().decode(errors="replace") if process.stderr else ""
+    if process.returncode != 0:
+        raise RuntimeError(f"pg_recvlogical ended with {process.returncode}: {said}")
+    per_kib = 1 if sys.platform == "linux" else 1024
+    return Drained(moment - began, usage.ru_utime + usage.ru_stime, cpu, usage.ru_maxrss / per_kib / 1024)
