@@ -146,6 +146,7 @@ class Settings(_Model):
     fold: str | None = Field(None, description="`package.module:name` of the application's own fold, where it has one")
     guard: GuardSettings = GuardSettings()
     projectors: dict[str, ProjectorSettings] = Field(default_factory=dict)
+    otlp_endpoint: str | None = Field(None, description="URL of an OpenTelemetry collector for metrics; off without it")
 
     @field_validator("dsn", "replication_dsn")
     @classmethod

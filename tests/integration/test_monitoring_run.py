@@ -21,6 +21,7 @@ from tests.conftest import Database
 from tests.integration.streams import INSERT, Installed, eventually
 from tests.unit.test_monitoring import get
 from walstream.monitoring.catalogue import BY_NAME, PREFIX
+from walstream.worker.standing import OUTCOMES
 
 PROGRAM = """
 from walstream import Stream
@@ -41,6 +42,20 @@ def strict(event):
 @stream.on("odd", name="lenient", max_attempts=1)
 def lenient(event):
     raise ValueError("nor can this one")
+"""
+
+WORKER = """
+from walstream import RetryLater, Worker
+
+worker = Worker(agent="researcher", concurrency=2, retry_first=60, lease_seconds=1)
+
+
+@worker.handle
+def research(context, job, ledger):
+    if job.event_seq == 2:
+        raise ValueError("it cannot be done")
+    if job.event_seq == 3:
+        raise RetryLater("the provider is away", delay=60)
 """
 
 
@@ -158,12 +173,45 @@ def test_a_consumer_with_one_halted_projector(stream: Installed, tmp_path: Path)
         assert found["order_head"][()] == 43
         assert found["slot_state"][("slot", stream.settings.slot), ("state", "ok")] == 1
         assert found["slot_retained_bytes"][(("slot", stream.settings.slot),)] > 0
-        assert BY_NAME.keys() - found.keys() <= {"storm_ratio"}  # which there is only in a storm
+        assert BY_NAME.keys() - found.keys() <= {
+            "storm_ratio",  # which there is only in a storm
+            *(name for name in BY_NAME if name.startswith("worker_")),
+        }
         hanging.close()
         assert process.stop() == 7
     halted = [record for record in process.records if record["level"] == "error"]
     assert any("strict" in record["message"] for record in halted)
     assert all(record["time"].endswith("+00:00") for record in process.records)
+
+
+def test_a_worker(stream: Installed, database: Database, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(WORKER)
+    submit = "SELECT walstream.submit_job(gen_random_uuid()::text, 'researcher', %s)"
+    with running(stream, "worker", "app:worker", cwd=tmp_path) as process:
+        eventually(lambda: process.answer("/readyz/worker:researcher")[0] == 200, "it can claim")
+        assert process.metrics()["worker_turns_total"] == {
+            (("agent", "researcher"), ("outcome", outcome)): 0 for outcome in OUTCOMES
+        }
+        for seq in range(3):
+            database.execute(submit, seq + 1)
+
+        def turns(outcome: str) -> float | None:
+            return process.value("worker_turns_total", agent="researcher", outcome=outcome)
+
+        eventually(lambda: (turns("completed"), turns("failed"), turns("later")) == (1, 1, 1), "all were done once")
+        eventually(lambda: process.value("worker_hands", agent="researcher", state="waiting") == 2, "they wait again")
+        assert (process.value("worker_turn_seconds_total", agent="researcher") or 0) > 0
+        in_the_way = database.connect()
+        with in_the_way.cursor() as cur:
+            cur.execute("LOCK TABLE agent_jobs")
+        eventually(lambda: process.value("worker_hands", agent="researcher", state="away") == 2, "they cannot claim")
+        status, part = process.answer("/readyz/worker:researcher")
+        assert (status, part["state"], part["hands"]) == (503, "away", 2)
+        assert "lock timeout" in part["error"]
+        assert process.answer("/healthz")[0] == 200  # a restart would change nothing
+        in_the_way.rollback()
+        eventually(lambda: process.answer("/readyz")[0] == 200, "they can again")
+        assert process.stop() == 0
 
 
 def test_a_guard_without_a_consumer(stream: Installed, database: Database, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker": (
         *(*LEAVES, "ledger", "order.wake", "source.connection", "source.failures"),
         *("engine.event_loop", "engine.leadership", "engine.retry"),
+        *("monitoring.health", "monitoring.reporting"),
     ),
     # An HTTP server is no leaf, and what it serves comes from several rooms: it is given functions, and knows none of
     # them.
@@ -71,6 +72,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
         PUBLIC,
     ),
     "prometheus_client": ("monitoring",),
+    "opentelemetry": ("monitoring",),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli", "demo"),

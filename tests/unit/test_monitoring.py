@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.test_docs import anchors, section, table_rows, ticked
-from walstream.config import GuardSettings
+from walstream.config import GuardSettings, Settings
 from walstream.engine.host_samples import PROJECTOR_STATES
 from walstream.engine.ingest_supervisor import INGEST_STATES
 from walstream.engine.runner_group import NOT_WELL
@@ -30,7 +33,10 @@ from walstream.metrics import Metrics, Sample
 from walstream.monitoring.catalogue import BY_NAME, CATALOGUE, PREFIX
 from walstream.monitoring.exporter import Exporter
 from walstream.monitoring.health import Health
-from walstream.monitoring.server import MonitoringServer, parse_address, serving
+from walstream.monitoring.otlp import OtlpPush
+from walstream.monitoring.reporting import reporters, reporting
+from walstream.monitoring.server import MonitoringServer, parse_address
+from walstream.worker.standing import HAND_STATES, OUTCOMES
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yaml"
@@ -41,6 +47,8 @@ VALUES = {
     ("projector_state", "state"): set(PROJECTOR_STATES),
     ("slot_state", "state"): {state.word for state in State},
     ("slot_cause", "cause"): set(CAUSES),
+    ("worker_hands", "state"): set(HAND_STATES),
+    ("worker_turns_total", "outcome"): set(OUTCOMES),
 }
 """Labels of which every value is known."""
 
@@ -211,14 +219,23 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
     return answer.status, answer.getheader("Content-Type", ""), body
 
 
+@contextlib.contextmanager
+def serving(health: Callable[[], Health]) -> Iterator[MonitoringServer]:
+    server = MonitoringServer("127.0.0.1:0", health)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 def part(ready: bool, state: str = "hot") -> dict[str, Any]:
     return {"ready": ready, "state": state, "error": None}
 
 
 def test_health_tells_the_parts_apart() -> None:
     now = Health(live=True, starting=True)
-    with serving("127.0.0.1:0", lambda: now) as server:
-        assert server is not None
+    with serving(lambda: now) as server:
         assert get(server.port, "/healthz")[0] == 200
         assert get(server.port, "/readyz")[0] == 503
         assert json.loads(get(server.port, "/readyz")[2])["status"] == "starting"
@@ -240,9 +257,50 @@ def test_health_tells_the_parts_apart() -> None:
         get(server.port, "/healthz")
 
 
-def test_without_an_address_nothing_is_served() -> None:
-    with serving(None, lambda: Health(live=True)) as server:
-        assert server is None
+def test_what_is_not_asked_for_does_not_run() -> None:
+    assert reporters(Settings(), lambda: Health(live=True)) == []
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes what is pushed, and keeps the newest value of each series."""
+
+    found: ClassVar[dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/metrics"
+        request = ExportMetricsServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+        for resource in request.resource_metrics:
+            for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
+                assert metric.HasField("sum") == metric.name.endswith("_total")
+                for point in (metric.sum if metric.HasField("sum") else metric.gauge).data_points:
+                    labels = tuple(sorted((each.key, each.value.string_value) for each in point.attributes))
+                    self.found[metric.name, labels] = point.as_double
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        del format, args
+
+
+def test_open_telemetry_gets_the_same() -> None:
+    metrics = Metrics()
+    metrics.add("projector_events_total", 3, projector="router")
+    gauge = Sample("order_head", (), 7.0, counter=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        push = OtlpPush(f"http://127.0.0.1:{server.server_port}/", [lambda: [gauge]], metrics)
+        push.start()
+        push.stop()  # with a last push
+        server.shutdown()
+    assert Collector.found[f"{PREFIX}projector_events_total", (("projector", "router"),)] == 3
+    assert Collector.found[f"{PREFIX}order_head", ()] == 7
+    assert Collector.found.keys() == exported(metrics, lambda: [gauge]).keys()
+
+
+def test_a_collector_that_is_away_ends_nothing() -> None:
+    settings = Settings(otlp_endpoint="http://127.0.0.1:9")
+    with reporting(settings, lambda: Health(live=True)):
+        pass
 
 
 def test_a_port_that_is_taken_is_a_matter_of_configuration() -> None:
@@ -259,8 +317,7 @@ def test_what_is_no_address_is_refused(wrong: str) -> None:
 
 
 def test_scrapers_that_hang_cost_a_bounded_number_of_threads() -> None:
-    with serving("127.0.0.1:0", lambda: Health(live=True)) as server:
-        assert server is not None
+    with serving(lambda: Health(live=True)) as server:
         before = threading.active_count()
         hanging = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
         time.sleep(0.3)

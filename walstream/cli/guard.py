@@ -103,7 +103,7 @@ def _watch(settings: Settings, every_slot: bool, as_json: bool) -> None:
     from walstream.guard.samples import samples
     from walstream.guard.watch import Guard, Watch
     from walstream.monitoring.health import Health
-    from walstream.monitoring.server import serving
+    from walstream.monitoring.reporting import reporting
 
     ended = threading.Event()
 
@@ -128,7 +128,7 @@ def _watch(settings: Settings, every_slot: bool, as_json: bool) -> None:
     watcher = Watch(settings, Guard(settings, every_slot=every_slot, may_drop=True, watching=True), on_report)
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with serving(settings.metrics_listen, health, lambda: samples(watcher.latest)):
+        with reporting(settings, health, lambda: samples(watcher.latest)):
             watcher.start()
             while not ended.wait(0.2):
                 pass

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import takes_settings
+from .logs import Form, LogFormat, log_to_stderr
+from .options import MetricsListen, takes_settings, with_metrics
 
 if TYPE_CHECKING:
     from walstream.config import Settings
@@ -23,6 +24,8 @@ def worker(
     *,
     target: Annotated[str, typer.Argument(help="A worker in Python, as package.module:name.")],
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    metrics_listen: MetricsListen = None,
+    log_format: LogFormat = Form.TEXT,
 ) -> None:
     """Do an agent's jobs: claim, run the handler, complete.
 
@@ -31,8 +34,7 @@ def worker(
     """
     from walstream.plugins import load_worker
 
-    from .logs import log_to_stderr
-
-    log_to_stderr(verbose)
+    log_to_stderr(verbose, log_format)
     found = load_worker(target)
-    raise typer.Exit(found.run(found.settings(settings.model_dump(exclude_unset=True))))
+    chosen = found.settings(settings.model_dump(exclude_unset=True))
+    raise typer.Exit(found.run(with_metrics(chosen, metrics_listen)))

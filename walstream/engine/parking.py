@@ -58,12 +58,14 @@ class Parking:
 
     # -- what the runner does --------------------------------------------------------------------------------------
 
-    def is_empty(self, cur: Cursor) -> bool:
-        """Whether nothing at all is parked."""
-        cur.execute(f"SELECT NOT EXISTS (SELECT 1 FROM {self._table} WHERE projector = %s)", (self._projector,))
+    def count(self, cur: Cursor) -> tuple[int, int]:
+        """How many sessions are parked, and how many events: those that failed, and what waits behind them."""
+        cur.execute(
+            f"SELECT count(DISTINCT session_id), count(*) FROM {self._table} WHERE projector = %s", (self._projector,)
+        )
         row = cur.fetchone()
         assert row is not None
-        return bool(row[0])
+        return int(row[0]), int(row[1])
 
     def parked_among(self, cur: Cursor, sessions: Iterable[str]) -> set[str]:
         """Those of ``sessions`` that are parked."""

@@ -79,7 +79,7 @@ class Unparking:
         began = time.monotonic()
         parking = self._desk.parking
         sessions = self._runner.delivery().read(parking.due)
-        self._anything = bool(sessions) or not self._runner.delivery().read(parking.is_empty)
+        self._anything = self._count() or bool(sessions)
         now = time.monotonic()
         self._look_at = now + max(_POLL_SECONDS, (now - began) * _SHARE)
         slice_ends = now + SLICE_SECONDS
@@ -92,6 +92,14 @@ class Unparking:
                 if time.monotonic() >= slice_ends:
                     self._look_at = 0.0
                     return
+
+    def _count(self) -> bool:
+        """Show how much is parked; whether anything is."""
+        sessions, events = self._runner.delivery().read(self._desk.parking.count)
+        name = self._desk.options.name
+        self._desk.metrics.set("projector_parked_sessions", sessions, projector=name)
+        self._desk.metrics.set("projector_parked_events", events, projector=name)
+        return bool(events)
 
     def _try_first(self, session: str) -> bool:
         """Try the first entry of a session; ``True`` if it is done with and there may be another."""

@@ -61,6 +61,11 @@ CATALOGUE: Final[tuple[Described, ...]] = (
         "projector_parked_total", "counter", ("projector",), "events that could not be projected and were parked"
     ),
     Described("projector_unparked_total", "counter", ("projector",), "parked events that were projected after all"),
+    Described("projector_parked_sessions", "gauge", ("projector",), "sessions that are parked, as seen last here"),
+    Described("projector_parked_events", "gauge", ("projector",), "their events: failed ones, and what waits behind"),
+    Described("worker_hands", "gauge", ("agent", "state"), "how many of its hands are in that state"),
+    Described("worker_turns_total", "counter", ("agent", "outcome"), "turns that ended here, by how they ended"),
+    Described("worker_turn_seconds_total", "counter", ("agent",), "time that these turns took"),
     Described("guard_up", "gauge", (), "1 if the last look at the slots succeeded"),
     Described("guard_looked_timestamp_seconds", "gauge", (), "when that was, in seconds since 1970"),
     Described("slot_state", "gauge", ("slot", "state"), "1 for the state that the guard sees, 0 for the others"),

@@ -42,21 +42,27 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family a metric of the catalogue that has samples now."""
-        found: dict[str, list[Sample]] = {}
-        for sample in self._samples():
-            found.setdefault(sample.name, []).append(sample)
+        found = gather(self._metrics, self._sources)
         for described in CATALOGUE:
             if described.name in found:
                 yield _family(described, found[described.name])
 
-    def _samples(self) -> Iterator[Sample]:
-        yield Sample("build_info", (("version", _version()),), 1.0, counter=False)
-        yield from self._metrics.snapshot()
-        for source in self._sources:
-            try:
-                yield from list(source())
-            except Exception:
-                log.exception("a part of the metrics is missing")
+
+def gather(metrics: Metrics, sources: Iterable[Source]) -> dict[str, list[Sample]]:
+    """All samples of the moment, by name. A source that fails is left out, and logged."""
+    found: dict[str, list[Sample]] = {}
+
+    def add(samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            found.setdefault(sample.name, []).append(sample)
+
+    add([Sample("build_info", (("version", _version()),), 1.0, counter=False), *metrics.snapshot()])
+    for source in sources:
+        try:
+            add(list(source()))
+        except Exception:
+            log.exception("a part of the metrics is missing")
+    return found
 
 
 def _family(described: Described, samples: Iterable[Sample]) -> Metric:

@@ -11,13 +11,12 @@ it to an address that only the monitoring reaches, because it shows the text of 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final
@@ -80,26 +79,6 @@ class MonitoringServer:
             self._server.shutdown()
             self._thread.join(2.0)
         self._server.server_close()
-
-
-@contextlib.contextmanager
-def serving(
-    listen: str | None, health: Callable[[], Health], *sources: Source, metrics: Metrics = METRICS
-) -> Iterator[MonitoringServer | None]:
-    """Serve metrics and health while the context is open; without an address, nothing.
-
-    Raises:
-        ConfigError: see :class:`MonitoringServer`.
-    """
-    if listen is None:
-        yield None
-        return
-    server = MonitoringServer(listen, health, sources, metrics)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def parse_address(listen: str) -> tuple[str, int]:

@@ -34,6 +34,7 @@ from walstream.ledger.approvals import Approvals
 from walstream.ledger.fold import Context, Fold
 from walstream.ledger.jobs import Jobs
 from walstream.ledger.rebuild import rebuild_context
+from walstream.metrics import METRICS
 from walstream.source.failures import classify
 
 from .claims import ClaimedJob, Claims, transaction
@@ -118,6 +119,13 @@ class Hand:
         self._turn: Lease | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.busy = False
+        self.trouble: str | None = None
+        """Why it claims nothing at present; ``None`` if it could."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
 
     def start(self) -> None:
         """Start the thread."""
@@ -136,8 +144,9 @@ class Hand:
             while not self._place.stopping.is_set():
                 try:
                     job = self._next()
-                    attempt = 0
+                    attempt, self.trouble = 0, None
                 except (Unavailable, ConfigError) as error:
+                    self.trouble = str(error)
                     if not isinstance(error, Unavailable):
                         self._place.end(error)  # a person has to change something
                         return
@@ -202,14 +211,18 @@ class Hand:
         self._claims.begin()
         began = time.monotonic()
         ledger = TurnLedger(place.settings, job, place.agent, lease, _Transactions(self, lease), place.types)
+        outcome = "completed"
         try:
             self._call(job, ledger, lease)
             woken = self._end(lease, ledger)
         except Lost as error:
+            outcome = "lost"
             _gone(lease, error)
         except Exception as error:
+            outcome = "later" if isinstance(error, RetryLater) else "failed"
             self._failed(job, lease, error)
         except BaseException as error:  # SystemExit: an attempt as well, or the job would end one worker after another
+            outcome = "failed"
             self._failed(job, lease, error)
             place.end(error)
         else:
@@ -221,6 +234,8 @@ class Hand:
                 self._turn = None
             self.busy = False
             place.leases.let_go(lease)
+            METRICS.add("worker_turns_total", agent=place.agent, outcome=outcome)
+            METRICS.add("worker_turn_seconds_total", time.monotonic() - began, agent=place.agent)
 
     def _call(self, job: ClaimedJob, ledger: TurnLedger, lease: Lease) -> None:
         place = self._place

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,11 @@ class Shift:
             Hand(place, self._claims(f"{self._owner}/{number}"), f"walstream-{options.agent}-{number}")
             for number in range(options.concurrency)
         ]
+
+    @property
+    def hands(self) -> Sequence[Hand]:
+        """Who works here."""
+        return self._hands
 
     def start(self) -> None:
         """Start all threads."""

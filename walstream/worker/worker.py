@@ -37,9 +37,12 @@ from walstream.ledger.identity import check_identity
 from walstream.ledger.job import LEASE_SECONDS
 from walstream.ledger.schema import APPROVALS_VERSION, require_schema
 from walstream.ledger.taxonomy import TAXONOMY
+from walstream.monitoring.health import Health
+from walstream.monitoring.reporting import reporting
 from walstream.source.failures import classify
 
 from .shift import Options, Shift, connect_plainly
+from .standing import begin_counting, worker_health, worker_samples
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -183,6 +186,7 @@ class Worker:
         self._stopping.clear()
         self.error = None
         if self._wait_for_server(chosen):
+            begin_counting(self.options.agent)
             self._shift = Shift(self.options, chosen, self._handler, self._ended)
             self._shift.start()
 
@@ -222,9 +226,12 @@ class Worker:
 
         if threading.current_thread() is threading.main_thread():
             previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        chosen = settings or self.settings()
         try:
-            self.start(settings)
-            self.wait()
+            with reporting(chosen, self.health, lambda: worker_samples(self.options, self._shift)):
+                self.start(chosen)
+                self.wait()
+                self.stop()
         finally:
             self.stop()
             for number, handler in previous.items():
@@ -232,6 +239,10 @@ class Worker:
         if self.error is not None:
             raise self.error
         return int(ExitCode.OK)
+
+    def health(self) -> Health:
+        """How it is: alive while nothing has ended it, ready while its hands can claim jobs."""
+        return worker_health(self.options, self._shift, ended=self.error is not None)
 
     def __enter__(self) -> Worker:
         self.start()
