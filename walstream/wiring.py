@@ -20,6 +20,8 @@ from walstream.guard.watch import Guard, Watch
 from walstream.monitoring.health import Health, Source
 from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
+from walstream.monitoring.reporting import reporters
+from walstream.source import slots
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -35,13 +37,11 @@ def make_host(settings: Settings, projectors: Sequence[Projector], *, ingest: bo
     watch = Watch(settings, Guard(settings, watching=True), delay=_OWN_START) if ingest else None
     if watch is not None:
         host.accompany(watch)
-    if settings.metrics_listen is not None:
-        from walstream.monitoring.server import MonitoringServer
-
-        sources: list[Source] = [lambda: host_samples(host)]
-        if watch is not None:
-            sources.append(lambda: samples(watch.latest))
-        host.accompany(MonitoringServer(settings.metrics_listen, lambda: health_of(host), tuple(sources)))
+    sources: list[Source] = [lambda: host_samples(host)]
+    if watch is not None:
+        sources.append(lambda: samples(watch.latest))
+    for reporter in reporters(settings, lambda: health_of(host), *sources):
+        host.accompany(reporter)
     return host
 
 
