@@ -23,6 +23,10 @@ from .errors import PayloadError
 # `extras` is None, or (names, values) of the table's other columns, values as text bytes or None for NULL.
 Row = tuple[int, bytes, bytes, bytes, bytes, bytes | None, "tuple[tuple[str, ...], tuple[bytes | None, ...]] | None"]
 
+ERASED_PAYLOAD: Final = b'{"walstream_erased": true}'
+"""What a row has for a payload once that was redacted, as Postgres renders it. Folds pass it; readers of events pass it
+where ``erasures`` declares it, so that an event that an agent made to look like this is delivered."""
+
 POSTGRES_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 """Times in the replication protocol count microseconds from here (documentation, 55.9 "Message Formats")."""
 

@@ -12,7 +12,8 @@ from psycopg2.extensions import connection as Connection
 
 from walstream.config import Settings
 from walstream.errors import LedgerError
-from walstream.event import Row
+from walstream.event import ERASED_PAYLOAD, Row
+from walstream.order.erasures import erased_among
 from walstream.order.ledger_rows import LedgerRows
 from walstream.order.table import own_table, query, segments_with_seqs_between, spelled
 
@@ -38,7 +39,7 @@ class Comparison:
         same: rows that are what is on record, byte for byte.
         missing, altered, extra, misplaced: how many rows are gone without a declared erasure, say something else, are
             in the ledger and not on record, and how many offsets belong to another row in the order.
-        erased: rows that a declared erasure covers.
+        erased: rows that a declared erasure covers: they are gone, or their payload is.
         behind: rows that have an offset behind the end of the trail: the sink has not got to them.
         unordered: rows without an offset, while nobody ingests.
         findings: the first of them, in the order of offsets.
@@ -147,7 +148,10 @@ class LedgerComparison:
             self._seen.add(seq)
         self._compare_order(chunk)
         rows = self._fetch(seqs)
-        gone = self._declared([seq for seq in seqs if seq not in rows])
+        blank = {record.seq for _, record in chunk if record.payload is None}
+        gone = self._declared(
+            [seq for seq in seqs if seq not in rows or seq in blank or rows[seq][4] == ERASED_PAYLOAD]
+        )
         for name, record in chunk:
             row = rows.get(record.seq or 0)
             where = (name, record.n, record.offset, record.seq)
@@ -166,7 +170,7 @@ class LedgerComparison:
             changed = _changed(record, row)
             if not changed:
                 self.result.same += 1
-            elif record.payload is None and record.seq in self._declared([record.seq or 0]):
+            elif changed == ["payload"] and record.seq in gone and (record.payload is None or row[4] == ERASED_PAYLOAD):
                 self.result.erased += 1
             else:
                 self.result.add(Finding("altered", f"the ledger says another {', '.join(changed)}", *where))
@@ -199,16 +203,7 @@ class LedgerComparison:
                 self.result.add(Finding("order", what, name, record.n, record.offset, record.seq))
 
     def _declared(self, seqs: Sequence[int]) -> set[int]:
-        if not seqs:
-            return set()
-        rows = query(
-            self._connection,
-            "SELECT s FROM unnest(%s::bigint[]) AS s WHERE EXISTS"
-            f" (SELECT FROM {own_table(self._settings.namespace, 'erasures')} WHERE s BETWEEN first_seq AND last_seq)",
-            (list(seqs),),
-            doing="reading the declared erasures",
-        )
-        return {seq for (seq,) in rows}
+        return set(erased_among(self._connection, self._settings.namespace, seqs))
 
     # -- what is there besides --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from psycopg2.extensions import connection as Connection
 
 from walstream.config import Settings
+from walstream.order.erasures import COVERS
 from walstream.order.table import COLUMNS, order_table, own_table, query, segment_of
 from walstream.source.connection import connect
 
@@ -78,7 +79,7 @@ def places_between(connection: Connection, namespace: str, first: int, last: int
         connection,
         "SELECT s, e.reason, e.erased_at FROM unnest(%s::bigint[]) AS s CROSS JOIN LATERAL"
         f" (SELECT reason, erased_at FROM {own_table(namespace, 'erasures')}"
-        " WHERE s BETWEEN first_seq AND last_seq ORDER BY erased_at LIMIT 1) AS e",
+        f" WHERE {COVERS} ORDER BY erased_at LIMIT 1) AS e",
         ([seq for _, seq in found],),
         doing="reading the declared erasures",
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from walstream.errors import ConfigError, PayloadError
-from walstream.event import parse_payload
+from walstream.event import ERASED_PAYLOAD, parse_payload
 
 from .messages import Context as Context
 from .messages import add_message as add_message
@@ -158,14 +158,14 @@ class Fold:
         return empty_context()
 
     def apply(self, context: Context, event: Foldable) -> None:
-        """Fold one event into ``context``.
+        """Fold one event into ``context``. One whose payload was erased changes nothing.
 
         Raises:
             PayloadError: the fold reads the payload, and it cannot be parsed; names session and seq.
             LedgerError: the event refers to something that was not put in.
         """
         function = self._functions.get(event.event_type)
-        if function is None:
+        if function is None or getattr(event, "payload_bytes", None) == ERASED_PAYLOAD:
             return
         try:
             function(context, event)

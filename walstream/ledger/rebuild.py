@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from psycopg2.extensions import connection as Connection
+from psycopg2.extensions import cursor as Cursor
 
 from walstream.config import Settings, load
 from walstream.errors import LedgerError
 
+from .erased import is_erased
 from .fold import Context, Fold, Foldable, FoldEvent, load_fold
 from .snapshots import SnapshotTable
 from .stored_rows import Messages, Parent, of_session, parent_of, plain_cursor, stored_rows
@@ -97,7 +99,7 @@ def context_at(
                     break
                 fold.apply(session.context, messages.put_back(cur, event))
             else:
-                session.require_events()
+                session.require_events(cur, settings)
                 line.pop()
                 if not line:
                     return session.context
@@ -114,8 +116,9 @@ class _Session:
     rows: Iterator[FoldEvent]
     anything: bool = False
 
-    def require_events(self) -> None:
-        if self.of is not None and not self.anything:
+    def require_events(self, cur: Cursor, settings: Settings) -> None:
+        """A fork needs its parent, unless that was erased: then it goes on from nothing."""
+        if self.of is not None and not self.anything and not is_erased(cur, settings, self.of.payload["at_seq"]):
             raise parent_gone(self.of)
 
 

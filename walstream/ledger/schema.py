@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from walstream.config import LedgerTable, Settings, channel, quote
 from walstream.errors import ConfigError
+from walstream.event import ERASED_PAYLOAD
 
 from .existing import check_existing
 from .identity import literal
@@ -42,6 +43,9 @@ PRUNING_VERSION: Final = 5
 
 ERASURES_VERSION: Final = 6
 """What `walstream erase` needs: declarations that say which transaction made them, and of which session."""
+
+ALARM_VERSION: Final = 7
+"""What the tamper alarm needs: violations that the audit sink can read one by one, and what the catalogue said."""
 
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
@@ -86,6 +90,7 @@ def names_of(ledger: LedgerTable, namespace: str) -> Mapping[str, str]:
     named = {"namespace": quote(namespace), **_tables(ledger)}
     texts = {f"{name}_name": literal(value) for name, value in named.items()}
     texts["jobs_channel_name"] = literal(channel(namespace, "jobs"))
+    texts["erased_payload_name"] = literal(ERASED_PAYLOAD.decode())
     return {**_columns(ledger), **named, **texts}
 
 

@@ -21,6 +21,7 @@ from psycopg2.extensions import cursor as Cursor
 from walstream.config import Settings
 from walstream.event import Event
 
+from .erased import Erasures
 from .fold import Fold, Foldable, load_fold
 from .folded_session import LOWEST, FoldedSession
 from .session_rows import expand
@@ -66,7 +67,9 @@ class SessionFolds:
         self.lock = threading.Lock()
         self.held_bytes = 0
         self.epoch = 0
-        """Raised when a session got a late event that its forks have from it: nothing held from before is good."""
+        """Raised when a session got a late event that its forks have from it, or one was erased: nothing held from
+        before is good."""
+        self.newest_erasure: int | None = None
         self._lanes: dict[int, tuple[Lane, LaneFolds]] = {}
 
     def lane(self, ctx: Lane) -> LaneFolds:
@@ -100,6 +103,7 @@ class LaneFolds:
         self._held: OrderedDict[str, FoldedSession] = OrderedDict()
         self._messages = Messages(ctx.settings)
         self._settling = Settling(ctx.settings)
+        self._erasures = Erasures(ctx.settings)
         self._saving = SnapshotSaving(self)
         self._ends: frozenset[str] = frozenset()
         self.waiting: set[str] = set()
@@ -167,6 +171,16 @@ class LaneFolds:
             ConfigError: it cannot; the hint says what to run.
         """
         self.table.check(cur)
+        self.notice_erasures(cur)
+
+    def notice_erasures(self, cur: Cursor) -> None:
+        """What was folded before a session was erased holds what is gone. To be called with the lock of whoever saves,
+        which an erasure takes alone."""
+        newest = self._erasures.newest(cur)
+        with self.shared.lock:
+            if self.shared.newest_erasure != newest:
+                self.shared.newest_erasure = newest
+                self.shared.epoch += 1
 
     def forget(self, session_id: str) -> None:
         """Let go of a session."""

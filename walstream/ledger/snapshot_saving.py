@@ -15,6 +15,7 @@ from psycopg2.extensions import cursor as Cursor
 from walstream.errors import PayloadError
 
 from .canonical import canonical
+from .folded_session import LOWEST
 from .snapshots import NewSnapshot
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class SnapshotSaving:
             return
         mark = lane.mark(cur)
         self.lock(cur)
+        lane.notice_erasures(cur)
         ready = []
         for session in sessions:
             if session.pending_fork is not None and session.pending_fork > mark:
@@ -70,6 +72,7 @@ class SnapshotSaving:
                 lane.load_again(cur, session)
             ready.append(session)
         self._complete(cur, ready, mark)
+        ready = [session for session in ready if session.upto_seq > LOWEST]  # of the others every event is erased
         made = [snapshot for session in ready if (snapshot := self._snapshot(session)) is not None]
         saved = self._store(cur, made)
         for snapshot in made:

@@ -15,7 +15,9 @@ from psycopg2.extensions import cursor as Cursor
 
 from walstream.config import Settings
 from walstream.errors import LedgerError, PayloadError, UnknownSession
+from walstream.event import ERASED_PAYLOAD
 
+from .erased import is_erased
 from .fold import Foldable, FoldEvent
 from .schema import fill, parameter_names
 
@@ -148,6 +150,7 @@ class Messages:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._sql = statement(settings, _MESSAGES)
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
         self._bytes = 0
@@ -161,7 +164,12 @@ class Messages:
         digests = _digests_of(event)
         if digests is None:
             return event
-        found = self._fetch(cur, event, digests)
+        try:
+            found = self._fetch(cur, event, digests)
+        except LedgerError:
+            if is_erased(cur, self._settings, event.seq):  # after it was read, or it comes from a buffer
+                return FoldEvent(event.seq, event.session_id, event.agent_id, event.event_type, ERASED_PAYLOAD)
+            raise
         payload = {name: value for name, value in event.payload.items() if name != "message_digests"}
         payload["messages"] = [found[digest] for digest in digests]
         return FoldEvent.of(event.seq, event.session_id, event.agent_id, event.event_type, payload)

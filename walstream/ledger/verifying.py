@@ -34,7 +34,10 @@ _QUARANTINE: Final = """
 UPDATE $snapshots SET quarantined_at = now(), quarantine_note = %(why)s
  WHERE session_id = %(session)s AND upto_seq = %(seq)s AND digest IS NOT DISTINCT FROM %(digest)s
    AND fold_version = %(version)s AND quarantined_at IS NULL"""
-_ERASED: Final = "SELECT 1 FROM $namespace.erasures WHERE first_seq <= %(seq)s LIMIT 1"
+# Who erases a session drops what was made of it. Other removals, as of a month that was archived, leave snapshots.
+_ERASED: Final = """
+SELECT 1 FROM $namespace.erasures AS e
+ WHERE e.first_seq <= %(seq)s AND pg_catalog.to_jsonb(e) ->> 'session_id' IS NULL LIMIT 1"""
 _REPLACE: Final = """
 UPDATE $snapshots
    SET context = %(context)s::jsonb, digest = %(new)s, fold_version = %(fold)s, unsettled = %(unsettled)s,

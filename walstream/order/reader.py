@@ -16,7 +16,8 @@ from psycopg2.extensions import connection as Connection
 
 from walstream.config import LedgerTable, quote
 from walstream.errors import LedgerError, RowMissing
-from walstream.event import Commit, Event, Row
+from walstream.event import ERASED_PAYLOAD, Commit, Event, Row
+from walstream.order.erasures import erased_among
 from walstream.order.large_rows import LARGE_CODE
 from walstream.order.ledger_rows import FINGERPRINT, LedgerRows
 from walstream.order.segment import SMALLEST_SIZE_CODE, Segment
@@ -30,7 +31,7 @@ class ColdBatch:
     """What a cold read brought.
 
     Attributes:
-        events: in order; offsets that a declared erasure covers are left out.
+        events: in order; offsets whose row, or its payload, is erased by declaration are left out.
         through: everything up to this offset is done with this batch. At least the last event's offset; equal to the
             offset that was asked from if there is nothing new.
     """
@@ -153,6 +154,10 @@ class ColdReader:
         else:
             for start in range(0, count, _CHUNK):
                 rows.update(self._rows.fetch(seqs[start : start + _CHUNK]))
+        erased = [seq for seq, row in rows.items() if row[4] == ERASED_PAYLOAD]
+        if erased:
+            for seq in self._declared(erased):
+                del rows[seq]
         if len(rows) < count:
             count = self._without_missing(seqs, rows, after)
         return ColdBatch(self._events(stretch, count, rows, after), after + count)
@@ -173,17 +178,13 @@ class ColdReader:
                     add(Event(after + 1 + index, row, commit))
         return events
 
+    def _declared(self, seqs: Sequence[int]) -> list[int]:
+        return erased_among(self._connection, self._namespace, seqs)
+
     def _without_missing(self, seqs: Sequence[int], rows: dict[int, Row], after: int) -> int:
         """How many of ``seqs`` can be passed: up to the first whose row is gone without a declared erasure."""
         missing = [seq for seq in seqs if seq not in rows]
-        erased = query(
-            self._connection,
-            f"SELECT s FROM unnest(%s::bigint[]) AS s WHERE EXISTS"
-            f" (SELECT FROM {own_table(self._namespace, 'erasures')} WHERE s BETWEEN first_seq AND last_seq)",
-            (missing,),
-            doing="reading the declared erasures",
-        )
-        lost = set(missing).difference(seq for (seq,) in erased)
+        lost = set(missing).difference(self._declared(missing))
         if not lost:
             return len(seqs)
         count = next(index for index, seq in enumerate(seqs) if seq in lost)

@@ -26,5 +26,6 @@ ALTER TABLE $namespace.erasures ADD PRIMARY KEY (id);
 -- Sessions are interleaved, so one of them is many ranges; whoever reads asks for a seq. (int8range would have no upper
 -- bound for the highest number that there is.)
 CREATE INDEX erasures_seqs ON $namespace.erasures USING gist (numrange(first_seq, last_seq, '[]'));
+CREATE INDEX erasures_last_seq ON $namespace.erasures (last_seq);          -- is anything from here on declared?
 CREATE INDEX erasures_of_session ON $namespace.erasures (session_id) WHERE session_id IS NOT NULL;
 CREATE INDEX erasures_of_transaction ON $namespace.erasures (xid, first_seq) WHERE xid IS NOT NULL;

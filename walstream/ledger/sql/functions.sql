@@ -78,6 +78,12 @@ BEGIN
 END
 $walstream_body$;
 
+-- What stands for a key whose session was erased: it can be told by whoever has the key, and says nothing itself.
+CREATE OR REPLACE FUNCTION $namespace.erased_key(key text) RETURNS text
+LANGUAGE sql IMMUTABLE STRICT AS $walstream_body$
+    SELECT 'erased:' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(key, 'UTF8')), 'hex')
+$walstream_body$;
+
 -- One event, with the session's lock held. A key that is known answers with the row that it stands for.
 CREATE OR REPLACE FUNCTION $namespace.append_one(
     session text, agent text, type text, body jsonb, idempotency_key text, store boolean,
@@ -95,7 +101,8 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Make it a hash of what it is made of.';
     ELSIF idempotency_key IS NOT NULL THEN
         SELECT k.seq INTO v_seq FROM $namespace.append_keys AS k
-         WHERE k.session_id = v_session AND k.key = idempotency_key;
+         WHERE k.session_id = v_session
+           AND k.key IN (idempotency_key, $namespace.erased_key(idempotency_key));
         IF FOUND THEN
             appended := false;
             append_one.seq := v_seq;
@@ -207,7 +214,7 @@ BEGIN
     RETURN QUERY SELECT k.seq, e.$created_at, e.$payload::jsonb
       FROM $namespace.append_keys AS k
       LEFT JOIN $table AS e ON e.$session_id = v_session AND e.$seq = k.seq
-     WHERE k.session_id = v_session AND k.key = appended.key;
+     WHERE k.session_id = v_session AND k.key IN (appended.key, $namespace.erased_key(appended.key));
 END
 $walstream_body$;
 
@@ -249,7 +256,8 @@ $walstream_body$;
 
 -- Whoever may call them may write the ledger, so nobody may until it is granted (`walstream init --worker ROLE`).
 REVOKE ALL ON FUNCTION $namespace.session_lock_key(text), $namespace.begin_append(bigint, bigint, text),
-    $namespace.store_messages(text, jsonb), $namespace.append_one(text, text, text, jsonb, text, boolean) FROM PUBLIC;
+    $namespace.store_messages(text, jsonb), $namespace.erased_key(text),
+    $namespace.append_one(text, text, text, jsonb, text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.append(text, text, text, jsonb, text, bigint, bigint, text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.append_batch(jsonb, bigint, bigint, text) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.appended(text, text), $namespace.fork(text, bigint, text, text, bigint, bigint)
