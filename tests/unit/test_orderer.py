@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from walstream.engine.backlog import Recovered
-from walstream.engine.intake import Burst, Violation
+from walstream.engine.intake import Burst
 from walstream.engine.orderer import Orderer
+from walstream.engine.violations import Violation
 from walstream.errors import Fenced
 from walstream.event import Commit, Row
 from walstream.order.buffer import HotBuffer
@@ -48,8 +49,9 @@ class Store:
         self.wal += 10
         return self.wal
 
-    def record_violations(self, violations: Sequence[Violation]) -> None:
+    def record_violations(self, violations: Sequence[Violation]) -> int:
         self.violations += violations
+        return sum(violation.changes for violation in violations)
 
 
 class Bench:
@@ -180,6 +182,36 @@ def test_a_seq_that_has_an_offset_is_a_violation() -> None:
         assert [end for _, end in bench.orderer.confirmable] == [130, 230]
     finally:
         assert bench.orderer.stop(5)
+
+
+def test_a_violation_waits_until_its_transaction_is_visible(bench: Bench) -> None:
+    """Rule 2 holds for it as well; and what is behind it in commit order is not confirmed before it is on record."""
+    bench.store.visible_below = 5
+    some = burst((4, 100, [1]), (7, 200, []), (3, 300, [3]))
+    some.violations = [Violation("update", 100, 1, 1, 4, ""), Violation("delete", 200, 1, 1, 7, "")]
+    bench.orderer.submit(some)
+    eventually(lambda: bench.offsets() == [(1, 1)])
+    time.sleep(0.05)
+    assert [each.kind for each in bench.store.violations] == ["update"]
+    assert [end for _, end in bench.orderer.confirmable] == [130]
+    assert not bench.orderer.idle
+    bench.store.visible_below = 8
+    assert bench.orderer.drain(5)
+    assert [each.kind for each in bench.store.violations] == ["update", "delete"]
+    assert bench.offsets() == [(1, 1), (2, 3)]
+    assert bench.orderer.confirmable[-1][1] == 330
+    assert bench.orderer.violations == 2
+
+
+def test_a_piece_of_changes_alone_that_goes_on_moves_no_position(bench: Bench) -> None:
+    some = burst((1, 100, [1]))
+    some.pieces.append((Commit(200, 1, 2, "l:1"), 0, 0, 0))
+    some.violations = [Violation("update", 200, 1, 1, 2, "")]
+    bench.orderer.submit(some)
+    assert bench.orderer.drain(5)
+    (segment,) = bench.store.segments
+    assert (segment.last_lsn, segment.partial_inserts) == (130, None)
+    assert [end for _, end in bench.orderer.confirmable] == [130]
 
 
 def test_a_transaction_of_violations_alone_writes_no_order_and_is_confirmed(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from walstream.event import Commit, Row
 from walstream.order.reconcile import MissingRow
 from walstream.order.segment import MAX_EVENTS, size_codes
 
-from .intake import Burst, Piece, Violation
+from .intake import Burst, Piece
+from .violations import Violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,16 @@ class Backlog:
                 break
             ready += 1
         return ready
+
+    def pop_violations(self, count: int) -> list[Violation]:
+        """Remove what belongs to the transactions of the first ``count`` pieces. To be asked before :meth:`pop`."""
+        if not self.violations or not count:
+            return []
+        last = self.pieces[count - 1][0].lsn
+        ready = bisect_right(self.violations, last, key=lambda violation: violation.commit_lsn)
+        popped = self.violations[:ready]
+        del self.violations[:ready]
+        return popped
 
     def pop(self, count: int) -> tuple[list[Piece], list[Row], bytes, bool, int]:
         """Remove the first ``count`` pieces; return them with their rows, the size class of each payload, whether any
@@ -139,4 +151,5 @@ def _double(commit: Commit, ordinal: int, row: Row) -> Violation:
         row[0],
         commit.xid,
         "an insert whose seq has an offset already: a row moved between partitions, or a sequence started again",
+        commit.time_us,
     )

@@ -3,14 +3,15 @@
 Rules kept here (numbers: docs/architecture.md, "The rules of ingest"):
 
 - 5: a transaction larger than a chunk is handed on in pieces; a resend skips exactly the inserts that have an offset.
-- 6: what is no insert into the ledger (UPDATE, DELETE, TRUNCATE) is a violation, never an event.
+- 6: what is no insert into the ledger (UPDATE, DELETE, TRUNCATE) is a violation, never an event. Its transaction is
+  a piece, although one without rows: it has to be visible (rule 2) and is confirmed (rule 3) like any other.
 - Decoding follows the newest relation message of a table (by name, column by column), and the ledger is followed by
   its OID: a table that merely carries its name is not the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from walstream.config import Columns
@@ -28,26 +29,15 @@ from walstream.protocol.ledger_row import (
     decode_begin,
     decode_commit,
 )
-from walstream.protocol.messages import Delete, Relation, Truncate, TupleData, Update
+from walstream.protocol.messages import Delete, Relation, Truncate, Update
+
+from .violations import ChangeLog, Violation
 
 Piece = tuple[Commit, int, int, int]
 """(commit, rows, end LSN or 0 if the commit goes on, ledger inserts of that commit up to here)."""
 
 _ALL = 1 << 62
 _STRIPPED_BYTES = 500
-_VIOLATION_BYTES = 500  # in memory, about: they wait for the orderer like rows, and must not do so without a bound
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something that an append-only ledger should never show."""
-
-    kind: str  # duplicate-seq, update, delete, truncate
-    commit_lsn: int
-    ordinal: int  # which change of its transaction, so that a resend writes the same key
-    seq: int | None
-    xid: int
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +105,8 @@ class Intake:
         self._commit: Commit | None = None
         self._start = 0  # index of the open transaction's first row in the burst
         self._inserts = 0  # ledger inserts of the open transaction so far, skipped ones included
-        self._changes = 0  # all its ledger changes, to number violations
+        self._told = 0  # index of the open transaction's first violation in the burst
+        self._changes: ChangeLog | None = None  # what it did besides inserting
         self._skip = 0
         self._tx_bytes = 0
         self._cut_off = False  # a piece of the open transaction was handed on already
@@ -159,30 +150,32 @@ class Intake:
             return True
         if tag == COMMIT:
             return self._end(*decode_commit(payload, lsn), lsn)
-        self._control(payload, lsn)
-        return True
+        return self._control(payload, lsn)
 
     def take(self) -> Burst | None:
         """Hand over what is complete (or cut off), and keep the open transaction's rows."""
         burst = self._burst
-        if not burst.pieces and not burst.violations:
+        if not burst.pieces:
             return None
-        rest = burst.rows[self._start :]
+        rest, told = burst.rows[self._start :], burst.violations[self._told :]
         if rest:
             del burst.rows[self._start :]
-        fresh = Burst(rows=rest)
+        if told:
+            del burst.violations[self._told :]
+        fresh = Burst(rows=rest, violations=told)
         if burst.stripped:
             fresh.stripped = {i - self._start: n for i, n in burst.stripped.items() if i >= self._start}
             burst.stripped = {i: n for i, n in burst.stripped.items() if i < self._start}
         self._burst = fresh
-        self._start = 0
+        self._start = self._told = 0
         return burst
 
     def _begin(self, final_lsn: int, time_us: int, xid: int, lsn: int) -> None:
         if self._commit is not None or len(self._burst.rows) != self._start:
             raise DecodeError("a transaction begins inside another, or after rows of none", tag="B", lsn=lsn)
         self._commit = Commit(final_lsn, time_us, xid, self._key_prefix)
-        self._inserts = self._changes = self._tx_bytes = 0
+        self._inserts = self._tx_bytes = 0
+        self._changes = None
         self._cut_off = False
         resume = self._resume
         if final_lsn < resume.lsn:
@@ -198,12 +191,14 @@ class Intake:
         if commit is None or commit.lsn != commit_lsn:
             raise DecodeError("a commit without its begin", tag="C", lsn=lsn)
         burst = self._burst
+        if self._changes is not None:
+            self._tell(self._changes.end())
         rows = len(burst.rows) - self._start
-        if rows or self._cut_off:
+        if rows or self._cut_off or self._changes is not None:
             burst.pieces.append((commit, rows, end_lsn, self._inserts))
             burst.nbytes += self._tx_bytes
-        self._start = len(burst.rows)
-        self._commit = None
+        self._start, self._told = len(burst.rows), len(burst.violations)
+        self._commit = self._changes = None
         self._tx_bytes = 0
         self.passed = end_lsn
         return burst.nbytes < self._chunk
@@ -223,7 +218,7 @@ class Intake:
         burst = self._burst
         burst.pieces.append((commit, len(burst.rows) - self._start, 0, self._inserts))
         burst.nbytes += self._tx_bytes
-        self._start = len(burst.rows)
+        self._start, self._told = len(burst.rows), len(burst.violations)
         self._tx_bytes = 0
         self._cut_off = True
 
@@ -242,21 +237,28 @@ class Intake:
         self._strip((seq_of(payload, lsn), b"", b"", b"", b"", None, None), len(payload))
         return False
 
-    def _control(self, payload: bytes, lsn: int) -> None:
+    def _control(self, payload: bytes, lsn: int) -> bool:
         message = self._decoder.decode(payload, lsn)
         if isinstance(message, Relation):
             self._describe(message, lsn)
-        elif isinstance(message, Update) and message.relation_oid in self._ledgers:
-            before = message.old or message.new
-            self._violation("update", self._seq(message.relation_oid, before))
-        elif isinstance(message, Delete) and message.relation_oid in self._ledgers:
-            self._violation("delete", self._seq(message.relation_oid, message.old))
-        elif isinstance(message, Truncate):
-            for oid in message.relation_oids:
-                if oid in self._ledgers:
-                    table = self._ledgers[oid]
-                    restart = ", RESTART IDENTITY" if message.restart_identity else ""
-                    self._violation("truncate", None, f"TRUNCATE {table.qualified}{restart}")
+            return True
+        if not isinstance(message, Update | Delete | Truncate):
+            return True
+        oids = message.relation_oids if isinstance(message, Truncate) else (message.relation_oid,)
+        relations = [self._ledgers[oid] for oid in oids if oid in self._ledgers]
+        log = self._change_log() if relations else None
+        if log is None:
+            return True
+        if isinstance(message, Truncate):
+            self._tell(log.truncate(relations, message))
+        elif isinstance(message, Update):
+            self._tell(log.update(relations[0], message))
+        else:
+            self._tell(log.delete(relations[0], message))
+        if self._tx_bytes >= self._chunk:
+            self._cut()
+            return False
+        return True
 
     def _describe(self, relation: Relation, lsn: int) -> None:
         key = relation.oid.to_bytes(4, "big")
@@ -278,19 +280,16 @@ class Intake:
         self._ledgers[relation.oid] = relation
         self._ignored.discard(key)
 
-    def _violation(self, kind: str, seq: int | None, detail: str = "") -> None:
-        self._changes += 1
+    def _change_log(self) -> ChangeLog | None:
+        """Where the open transaction's changes are written down; ``None`` if they are on record already."""
         commit = self._commit
-        if commit is None or self._skip >= _ALL >> 1:  # ordered already, and so recorded already
-            return
-        self._burst.violations.append(Violation(kind, commit.lsn, self._changes, seq, commit.xid, detail))
-        self._burst.nbytes += _VIOLATION_BYTES
-
-    def _seq(self, oid: int, values: TupleData | None) -> int | None:
-        """The seq of a changed row, as far as its tuple tells: of a ``K`` tuple only the key columns are real."""
-        if values is None:
+        if commit is None or self._skip >= _ALL >> 1:
             return None
-        for column, value in zip(self._ledgers[oid].columns, values, strict=False):
-            if column.name == self._columns[0]:
-                return int(value) if isinstance(value, bytes) and value.lstrip(b"-").isdigit() else None
-        return None
+        if self._changes is None:
+            self._changes = ChangeLog(commit, self._columns)
+        return self._changes
+
+    def _tell(self, violations: Iterable[Violation]) -> None:
+        for violation in violations:
+            self._burst.violations.append(violation)
+            self._tx_bytes += violation.nbytes

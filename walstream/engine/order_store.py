@@ -13,8 +13,9 @@ from walstream.metrics import METRICS
 from walstream.order.segment import Segment
 from walstream.order.writer import OrderWriter, Snapshot
 
-from .intake import Violation
 from .leadership import Lease
+from .violation_store import ViolationStore
+from .violations import Violation
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 COUNTERS: Final = ("ingest_events_total", "ingest_recovered_total", "ingest_violations_total")
 """What the heartbeat counts, as metrics of the process."""
-
-_VIOLATIONS: Final = 10_000  # in one statement
 
 _IDLE_PERSIST_BYTES: Final = 16 * MiB
 """An idle position is written down when it moved by a WAL segment, or by time. Never by change alone: what is written
@@ -53,6 +52,7 @@ class FencedStore:
         self._stream = stream
         self._classify = classify
         self._idle_persist_seconds = idle_persist_seconds
+        self._violations = ViolationStore(namespace, lease)
         self._counted = (0, 0, 0)
         self._idle_written = 0
         self._idle_written_at = 0.0
@@ -66,32 +66,13 @@ class FencedStore:
     def wal_position(self) -> int:
         return self._writer.wal_position()
 
-    def record_violations(self, violations: Sequence[Violation]) -> None:
-        """Write them down; the same ones come again after a resend and are the same rows then.
-
-        Many in one statement: a migration that touches every row makes millions, and the lease must not run out
-        meanwhile.
+    def record_violations(self, violations: Sequence[Violation]) -> int:
+        """Write down those that no erasure explains, durably; return how many changes that were. The same ones come
+        again after a resend, and are the same rows then.
         """
         try:
             with self._connection.cursor() as cur:
-                for start in range(0, len(violations), _VIOLATIONS):
-                    part = violations[start : start + _VIOLATIONS]
-                    cur.execute(
-                        f"""INSERT INTO {self._schema}.violations (kind, commit_lsn, ordinal, seq, xid, detail)
-                            SELECT v.* FROM unnest(%s::text[], %s::pg_lsn[], %s::integer[], %s::bigint[], %s::bigint[],
-                                                   %s::text[]) AS v,
-                                   {self._schema}.generation AS g WHERE g.generation = %s FOR SHARE OF g
-                            ON CONFLICT DO NOTHING""",
-                        (
-                            [violation.kind for violation in part],
-                            [format_lsn(violation.commit_lsn) for violation in part],
-                            [violation.ordinal for violation in part],
-                            [violation.seq for violation in part],
-                            [violation.xid for violation in part],
-                            [violation.detail for violation in part],
-                            self._lease.generation,
-                        ),
-                    )
+                return self._violations.record(cur, violations)
         except Exception as error:
             raise self._classify(error, doing="recording a violation of the ledger") from error
 

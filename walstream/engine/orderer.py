@@ -28,7 +28,8 @@ from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot, Tail
 
 from .backlog import Backlog, Recovered, without_known
-from .intake import Burst, Piece, Violation
+from .intake import Burst, Piece
+from .violations import Violation
 
 _NAP_FIRST = 0.0002
 _NAP_LAST = 0.02
@@ -40,7 +41,7 @@ class OrderStore(Protocol):
     def snapshot(self) -> Snapshot: ...
     def append(self, segment: Segment, durable: bool = False) -> None: ...
     def wal_position(self) -> int: ...
-    def record_violations(self, violations: Sequence[Violation]) -> None: ...
+    def record_violations(self, violations: Sequence[Violation]) -> int: ...
 
 
 class KnownSeqs(Protocol):
@@ -202,7 +203,7 @@ class Orderer:
                     with self._changed:
                         self._changed.wait_for(lambda: self._stop, nap)
                     nap = min(nap * 2, _NAP_LAST)
-            elif backlog.violations or backlog.bursts:
+            elif backlog.bursts:
                 self._flush(backlog, 0)
             if not backlog.pieces and backlog.recovered:
                 self._order_recovered(backlog.recovered.popleft())
@@ -225,9 +226,8 @@ class Orderer:
         return True
 
     def _flush(self, backlog: Backlog, ready: int) -> None:
+        violations = backlog.pop_violations(ready)
         pieces, rows, sizes, stripped, nbytes = backlog.pop(ready)
-        violations = backlog.violations
-        backlog.violations = []
         seqs = [row[0] for row in rows]
         known = self._seen.known(seqs)
         if known or len(set(seqs)) != len(seqs):
@@ -235,11 +235,12 @@ class Orderer:
             violations += doubles
             seqs = [row[0] for row in rows]
         if violations:
-            self._store.record_violations(violations)  # before the order: what is ordered is not seen again
-            self.violations += len(violations)
+            # Before the order: what is ordered is not seen again.
+            self.violations += self._store.record_violations(violations)
         if rows:
-            last_commit, _, last_end, last_inserts = pieces[-1]
             filled = [piece for piece in pieces if piece[1]]
+            # Not one that is of changes alone and goes on: nothing of that commit is ordered.
+            last_commit, _, last_end, last_inserts = [piece for piece in pieces if any(piece[1:])][-1]
             segment = Segment(
                 first_offset=self._next,
                 seqs=seqs,

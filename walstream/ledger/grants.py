@@ -14,7 +14,7 @@ from typing import Final
 from walstream.config import Settings, quote
 
 from .identity import literal
-from .schema import APPROVALS_VERSION, JOBS_VERSION, LEDGER_VERSION, PRUNING_VERSION
+from .schema import ALARM_VERSION, APPROVALS_VERSION, JOBS_VERSION, LEDGER_VERSION, PRUNING_VERSION
 
 # The privileges on each of walstream's tables. FOR SHARE on the fencing row needs UPDATE on it (documentation, SELECT,
 # "The Locking Clause"); compaction replaces order rows, so it deletes; erasures are declared by people, not by `run`.
@@ -70,7 +70,7 @@ APPROVER_TABLES: Final = ("migrations", "approvals")
 APPROVER_FUNCTIONS: Final = ("decide_approval", "wake_workers")
 
 
-def run_privileges(settings: Settings, version: int = PRUNING_VERSION) -> dict[str, str]:
+def run_privileges(settings: Settings, version: int = ALARM_VERSION) -> dict[str, str]:
     """Privileges by qualified table that `walstream run` needs on a schema of ``version``, but those on the ledger."""
     namespace, ledger = quote(settings.namespace), settings.ledger
     wanted = {f"{namespace}.{table}": privileges for table, privileges in PRIVILEGES.items()}
@@ -84,6 +84,8 @@ def run_privileges(settings: Settings, version: int = PRUNING_VERSION) -> dict[s
         wanted[f"{namespace}.approvals"] = "SELECT"  # `status` counts the open ones
     if version >= PRUNING_VERSION:
         wanted[f"{namespace}.pruned_jobs"] = "SELECT"  # the router asks whether an event had a job
+    if version >= ALARM_VERSION:
+        wanted[f"{namespace}.ledger_catalogue"] = "SELECT, INSERT, UPDATE, DELETE"
     return wanted
 
 

@@ -1,0 +1,137 @@
+"""Where violations are written down: the table that the audit sink reads them from, and ``walstream status``.
+
+Ingest alone writes it, under its generation: so ids are committed in their order, and whoever has read one has read all
+before it. The commit waits for this server's disk, because what was read ends in a file that no crash takes back.
+
+What an erasure declares is no violation. It is looked up once the transaction is visible (rule 2): then so is the
+declaration, which is of the same transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from walstream.config import quote
+from walstream.ledger.schema import ALARM_VERSION, ERASURES_VERSION
+from walstream.lsn import format_lsn
+
+from .leadership import Lease
+from .violations import Violation, ranges_of, without_declared
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import cursor as Cursor
+
+_BYTES_OF_A_STATEMENT: Final = 8 * 1024 * 1024
+
+# Of a transaction that is finished only 32 bits of its id are known here; it is the newest one with these bits.
+_DECLARED: Final = """
+    SELECT v.xid, v.seq FROM unnest(%s::bigint[], %s::bigint[]) AS v (xid, seq),
+           (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next) AS s
+     WHERE EXISTS (
+        SELECT FROM {schema}.erasures AS e
+         WHERE e.xid = s.next - ((s.next - v.xid) & 4294967295)
+           AND numrange(e.first_seq, e.last_seq, '[]') @> v.seq::numeric)"""
+
+_RECORD: Final = """
+    WITH durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'local', true) AS level)
+    INSERT INTO {schema}.violations (kind, commit_lsn, ordinal, seq, xid, detail{more})
+    SELECT v.kind, v.commit_lsn, v.ordinal, v.seq, v.xid, v.detail{values}
+      FROM jsonb_to_recordset(%s::jsonb)
+           AS v (place integer, kind text, commit_lsn pg_lsn, ordinal integer, seq bigint, xid bigint, detail text,
+                 origin text, time_us bigint, keys jsonb, old_keys jsonb, changes bigint, seqs jsonb),
+           {schema}.generation AS g CROSS JOIN durable
+     WHERE g.generation = %s AND durable.level = 'local' ORDER BY v.place FOR SHARE OF g
+    ON CONFLICT DO NOTHING{returning}"""
+
+_MORE: Final = ", origin, committed_at, keys, old_keys, changes, seqs"
+_VALUES: Final = """, v.origin,
+           CASE WHEN v.time_us <> 0
+                THEN timestamptz '2000-01-01 00:00:00+00' + v.time_us * interval '1 microsecond' END,
+           v.keys, v.old_keys, v.changes, v.seqs"""
+
+
+class ViolationStore:
+    """Writes violations under the lease of ingest.
+
+    Args:
+        namespace: walstream's schema.
+        lease: of this ingest; after a take-over nothing is written any more.
+    """
+
+    def __init__(self, namespace: str, lease: Lease) -> None:
+        self._schema = quote(namespace)
+        self._lease = lease
+        self._version = 0
+
+    def record(self, cur: Cursor, violations: Sequence[Violation]) -> int:
+        """Write them down; return how many changes were not on record before, and no erasure explains."""
+        if self._version < ALARM_VERSION:  # it may be migrated while this runs, and then has to be used
+            cur.execute(f"SELECT max(version) FROM {self._schema}.migrations")
+            row: Any = cur.fetchone()
+            self._version = row[0]
+        recorded = 0
+        for some in _parts(violations):
+            declared = self._declared(cur, some) if self._version >= ERASURES_VERSION else set()
+            left = [kept for each in some if (kept := without_declared(each, declared)) is not None]
+            if left:
+                recorded += self._write(cur, left)
+        return recorded
+
+    def _declared(self, cur: Cursor, violations: Sequence[Violation]) -> set[tuple[int, int]]:
+        """(xid, seq) of what was erased by declaration."""
+        asked = [
+            (each.xid, seq)
+            for each in violations
+            if each.declarable
+            for seq in ((each.seq,) if each.seqs is None else each.seqs)
+            if seq is not None
+        ]
+        if not asked:
+            return set()
+        cur.execute(_DECLARED.format(schema=self._schema), ([xid for xid, _ in asked], [seq for _, seq in asked]))
+        return {(int(xid), int(seq)) for xid, seq in cur.fetchall()}
+
+    def _write(self, cur: Cursor, violations: Sequence[Violation]) -> int:
+        whole = self._version >= ALARM_VERSION
+        statement = _RECORD.format(
+            schema=self._schema,
+            more=_MORE if whole else "",
+            values=_VALUES if whole else "",
+            returning=" RETURNING changes" if whole else " RETURNING 1",
+        )
+        rows = [_row(place, each) for place, each in enumerate(violations)]
+        cur.execute(statement, (json.dumps(rows), self._lease.generation))
+        return sum(int(changes) for (changes,) in cur.fetchall())
+
+
+def _parts(violations: Sequence[Violation]) -> list[list[Violation]]:
+    """So many in one statement as memory allows; the lease must not run out over them."""
+    parts: list[list[Violation]] = [[]]
+    size = 0
+    for each in violations:
+        if size >= _BYTES_OF_A_STATEMENT:
+            parts.append([])
+            size = 0
+        parts[-1].append(each)
+        size += each.nbytes
+    return parts
+
+
+def _row(place: int, violation: Violation) -> dict[str, Any]:
+    return {
+        "place": place,
+        "kind": violation.kind,
+        "commit_lsn": format_lsn(violation.commit_lsn),
+        "ordinal": violation.ordinal,
+        "seq": violation.seq,
+        "xid": violation.xid,
+        "detail": violation.detail,
+        "origin": violation.origin,
+        "time_us": violation.time_us,
+        "keys": violation.keys,
+        "old_keys": violation.old_keys,
+        "changes": violation.changes,
+        "seqs": None if violation.seqs is None else ranges_of(violation.seqs),
+    }
