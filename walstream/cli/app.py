@@ -39,6 +39,7 @@ COMMANDS: Final[tuple[str, ...]] = (
     "events",
     "inflight",
     "fork",
+    "erase",
     "diff",
     "fold",
     "verify",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final
 
+import psycopg2
 from psycopg2.extensions import cursor as Cursor
 
 from walstream.config import Settings
@@ -13,7 +15,10 @@ from .schema import fill, parameter_names
 _DECLARED: Final = """
 SELECT EXISTS (SELECT FROM $namespace.erasures
                 WHERE pg_catalog.numrange(first_seq, last_seq, '[]') @> (%s)::numeric)"""
-# Declarations of the releases before have no number.
+# The releases before have declarations without number and session.
+_OF_SESSION: Final = """
+SELECT pg_catalog.to_char(pg_catalog.timezone('UTC', e.erased_at), 'YYYY-MM-DD HH24:MI:SS'), e.reason
+  FROM $namespace.erasures AS e WHERE pg_catalog.to_jsonb(e) ->> 'session_id' = %s ORDER BY e.erased_at DESC LIMIT 1"""
 _NUMBERED: Final = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_attribute
                 WHERE attrelid = pg_catalog.to_regclass($namespace_name || '.erasures') AND attname = 'id')"""
@@ -25,6 +30,15 @@ def is_erased(cur: Cursor, settings: Settings, seq: int) -> bool:
     cur.execute(fill(_DECLARED, parameter_names(settings)), (seq,))
     row: Any = cur.fetchone()
     return bool(row[0])
+
+
+def session_erased(cur: Cursor, settings: Settings, session_id: str) -> tuple[str, str] | None:
+    """When a session was erased last, and why; ``None`` if it was not, or this login may not know."""
+    with contextlib.suppress(psycopg2.Error):
+        cur.execute(fill(_OF_SESSION, parameter_names(settings)), (session_id,))
+        row: Any = cur.fetchone()
+        return None if row is None else (str(row[0]), str(row[1]))
+    return None
 
 
 class Erasures:

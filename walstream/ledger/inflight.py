@@ -26,6 +26,7 @@ from walstream.config import Settings, load
 from walstream.errors import PayloadError, UnknownSession
 from walstream.event import POSTGRES_EPOCH, parse_payload
 
+from .erased import session_erased
 from .idempotency import idempotency_key
 from .stored_rows import HIGHEST, plain_cursor, statement
 
@@ -214,10 +215,16 @@ def known_session(cur: Cursor, settings: Settings, session_id: object) -> str:
     """The id as the ledger's column prints it.
 
     Raises:
-        UnknownSession: no event has this session id.
+        UnknownSession: no event has this session id; it says so if the session was erased.
     """
     found = _known(cur, settings, str(session_id))
     if found is None:
+        erased = session_erased(cur, settings, str(session_id))
+        if erased is not None:
+            raise UnknownSession(
+                f"session {session_id} was erased at {erased[0]} UTC: {erased[1]}",
+                hint="its events are gone on purpose",
+            )
         raise UnknownSession(
             f"{settings.ledger.qualified} holds no event of session {session_id}",
             hint="`walstream sessions` lists them; check `ledger` in the configuration and the database in the DSN",
