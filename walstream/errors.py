@@ -67,6 +67,11 @@ class SlotError(WalstreamError):
     exit_code = ExitCode.SLOT
 
 
+class SlotGone(SlotError):
+    """The slot can never be read any further, and a new one in its place loses nothing: what it would have sent stands
+    in the ledger. `walstream run` makes it by itself, unless the configuration says otherwise."""
+
+
 class DecodeError(WalstreamError):
     """Bytes that are not what the protocol says. Never acknowledged, never a wrong value.
 

@@ -6,10 +6,12 @@ The engine works against small interfaces and knows no replication class of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings
+from walstream.engine.birth import InTheWay, MadeSlot
 from walstream.engine.host import Host
 from walstream.engine.host_samples import host_samples
 from walstream.engine.ingest_supervisor import Ports
@@ -18,10 +20,10 @@ from walstream.engine.runner_group import NOT_WELL
 from walstream.guard.samples import samples
 from walstream.guard.watch import Guard, Watch
 from walstream.monitoring.health import Health, Source
-from walstream.source.preflight import preflight
-from walstream.source.stream import ReplicationStream
 from walstream.monitoring.reporting import reporters
 from walstream.source import slots
+from walstream.source.preflight import preflight
+from walstream.source.stream import ReplicationStream
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -33,7 +35,7 @@ _OWN_START: Final = 3.0
 
 def make_host(settings: Settings, projectors: Sequence[Projector], *, ingest: bool = True) -> Host:
     """A host for these projectors, with ingest (over a real replication connection) or without."""
-    host = Host(settings, projectors, Ports(_slot_moved, ReplicationStream.open), ingest=ingest)
+    host = Host(settings, projectors, Ports(_slot_moved, ReplicationStream.open, SourceSlots()), ingest=ingest)
     watch = Watch(settings, Guard(settings, watching=True), delay=_OWN_START) if ingest else None
     if watch is not None:
         host.accompany(watch)
@@ -62,6 +64,31 @@ def health_of(host: Host) -> Health:
         }
     live = host.error is None and (ingest is None or ingest.alive)
     return Health(live, parts, starting=runners is None)
+
+
+class SourceSlots:
+    """Makes and drops the slot of a stream, over the replication connection that the settings name."""
+
+    def drop(self, settings: Settings, connection: Connection) -> None:
+        """Drop the stream's slot, if there is one.
+
+        Raises:
+            Unavailable: somebody reads it.
+            SlotError: it is another database's, or none that walstream reads.
+        """
+        slots.drop(connection, settings.slot)
+
+    def create(
+        self, settings: Settings, *, timeout: float, on_wait: Callable[[Sequence[InTheWay]], None]
+    ) -> AbstractContextManager[MadeSlot]:
+        """Make it; errors as :func:`walstream.source.slots.create` has them."""
+        return slots.create(
+            settings.replication_dsn or settings.require_dsn(),
+            settings.slot,
+            timeout=timeout,
+            connect_timeout=settings.connect_timeout,
+            on_wait=on_wait,
+        )
 
 
 def _slot_moved(settings: Settings, connection: Connection) -> bool:

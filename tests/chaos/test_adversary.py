@@ -33,6 +33,7 @@ from walstream.source.preflight import preflight
 from walstream.source.stream import ReplicationStream
 from walstream.testing import FaultyProjector, wire
 from walstream.testing.scripted import ScriptedStream
+from walstream.wiring import SourceSlots
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_two_slow_starts_do_not_take_turns_for_ever(database: Database) -> None:
         return preflight(settings, connection).slot_moved
 
     recorders = Recorder(), Recorder()
-    hosts = [Host(settings, [recorder], Ports(slow, ReplicationStream.open)) for recorder in recorders]
+    hosts = [Host(settings, [recorder], Ports(slow, ReplicationStream.open, SourceSlots())) for recorder in recorders]
     try:
         for host in hosts:
             host.start()

@@ -11,7 +11,7 @@ from tests.conftest import Database
 from tests.ready import make_tables
 from walstream.config import Settings
 from walstream.errors import ConfigError, SlotError
-from walstream.ledger.identity import check_identity, identity_sql, read_identity, set_slot_state
+from walstream.ledger.identity import check_identity, identity_sql, read_identity
 
 
 def _set_up(database: Database, **fields: Any) -> tuple[connection, Settings]:
@@ -21,7 +21,7 @@ def _set_up(database: Database, **fields: Any) -> tuple[connection, Settings]:
     conn.autocommit = True
     with conn.cursor() as cur:
         cur.execute(identity_sql(settings))
-        set_slot_state(cur, settings.namespace, "ready")
+        cur.execute("UPDATE walstream.identity SET slot_state = 'ready'")
     return conn, settings
 
 

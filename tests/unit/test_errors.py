@@ -14,6 +14,7 @@ PROMISED: dict[type[WalstreamError], tuple[int, bool]] = {
     errors.ConnectionLost: (4, True),
     errors.Stalled: (4, True),
     errors.SlotError: (5, False),
+    errors.SlotGone: (5, False),
     errors.DecodeError: (6, False),
     errors.LedgerError: (6, False),
     errors.RowMissing: (6, False),

@@ -7,7 +7,7 @@ from typing import Final
 
 from walstream.config import quote
 from walstream.figures import size
-from walstream.ledger.grants import run_privileges
+from walstream.ledger.grants import run_checks
 
 from .checks import INIT, Exam, Finding, identity_findings, judged
 from .plan import check_columns
@@ -135,10 +135,13 @@ def privileges(exam: Exam) -> Iterator[Finding]:
     lacking = exam.rows(
         # CASE, because a name in a schema that may not be used cannot even be looked up. A table that is not there is
         # named by another check.
-        "SELECT w.name, w.privilege FROM unnest(%s::text[], %s::text[]) AS w (name, privilege)"
-        " WHERE CASE WHEN pg_catalog.has_schema_privilege(%s, 'USAGE')"
-        " THEN NOT pg_catalog.has_table_privilege(pg_catalog.to_regclass(w.name)::oid, w.privilege) ELSE true END",
-        *_wanted(exam),
+        "SELECT w.name, w.privilege || coalesce(' (' || w.col || ')', '')"
+        " FROM unnest(%s::text[], %s::text[], %s::text[]) AS w (name, privilege, col)"
+        " WHERE CASE WHEN NOT pg_catalog.has_schema_privilege(%s, 'USAGE') THEN true"
+        " WHEN w.col IS NULL"
+        " THEN NOT pg_catalog.has_table_privilege(pg_catalog.to_regclass(w.name)::oid, w.privilege)"
+        " ELSE NOT pg_catalog.has_column_privilege(pg_catalog.to_regclass(w.name)::oid, w.col, w.privilege) END",
+        *map(list, zip(*run_checks(exam.settings, exam.version or 1), strict=True)),
         exam.settings.namespace,
     )
     role = quote(exam.role.name)
@@ -151,15 +154,6 @@ def privileges(exam: Exam) -> Iterator[Finding]:
         )
     else:
         yield Finding("grants", "ok", f"{exam.role.name} may read and write walstream's tables")
-
-
-def _wanted(exam: Exam) -> tuple[list[str], list[str]]:
-    pairs = [
-        (name, privilege)
-        for name, privileges_of_it in run_privileges(exam.settings, exam.version or 1).items()
-        for privilege in privileges_of_it.split(", ")
-    ]
-    return [name for name, _ in pairs], [privilege for _, privilege in pairs]
 
 
 def leftovers(exam: Exam) -> Iterator[Finding]:

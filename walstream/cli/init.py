@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
     from walstream.config import Settings
+    from walstream.engine.birth import Born
     from walstream.ledger.partitions import PartitionBy
 
-    from .birth import Born
     from .plan import Plan
 
 # `local`: a synchronous standby that is away must not hold set-up for ever; whatever is lost with the primary is made
@@ -227,7 +227,7 @@ def _report(settings: Settings, plan: Plan, born: Born | None, notes: list[str])
                 else {
                     "name": born.slot,
                     "made_because": plan.birth,
-                    "filled": born.filled,
+                    "filled": born.filled.events,
                     "floor_seq": born.floor_seq,
                 },
                 "notes": notes,
@@ -238,7 +238,8 @@ def _report(settings: Settings, plan: Plan, born: Born | None, notes: list[str])
         console.say(f"made: {step.what}")
     if born is not None:
         floor = f"; rows up to seq {born.floor_seq} are not events" if born.floor_seq is not None else ""
-        filled = f"; {born.filled:,} rows that stood in the table are ordered" if born.filled else ""
+        events = born.filled.events
+        filled = f"; {events:,} rows that stood in the table are ordered" if events else ""
         console.say(f"made: slot {born.slot} ({plan.birth}){filled}{floor}")
     if not plan.steps and born is None:
         console.say("everything is there already")

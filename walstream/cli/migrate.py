@@ -125,23 +125,21 @@ def _due(conn: Connection, cur: Cursor, settings: Settings) -> Due:
 def _lacking_grants(conn: Connection, settings: Settings) -> list[str]:
     """Logins of `walstream run` that were granted what the old version needed, and lack what the new one brought."""
     from walstream.config import quote
-    from walstream.ledger.grants import run_privileges
+    from walstream.ledger.grants import run_checks
 
-    wanted = [
-        (table, privilege)
-        for table, privileges in run_privileges(settings).items()
-        for privilege in privileges.split(", ")
-    ]
+    wanted = [list(each) for each in zip(*run_checks(settings), strict=True)]
     with conn.cursor() as cur:
         cur.execute(
             """
             SELECT r.rolname::text FROM pg_catalog.pg_class AS c, pg_catalog.aclexplode(c.relacl) AS a
               JOIN pg_catalog.pg_roles AS r ON r.oid = a.grantee
              WHERE c.oid = pg_catalog.to_regclass(%s) AND a.privilege_type = 'UPDATE' AND a.grantee <> c.relowner
-               AND EXISTS (SELECT FROM unnest(%s::text[], %s::text[]) AS w (name, privilege)
-                            WHERE NOT pg_catalog.has_table_privilege(r.oid, w.name, w.privilege))
+               AND EXISTS (SELECT FROM unnest(%s::text[], %s::text[], %s::text[]) AS w (name, privilege, col)
+                            WHERE NOT CASE WHEN w.col IS NULL
+                                           THEN pg_catalog.has_table_privilege(r.oid, w.name, w.privilege)
+                                           ELSE pg_catalog.has_column_privilege(r.oid, w.name, w.col, w.privilege) END)
              ORDER BY 1""",
-            (f"{quote(settings.namespace)}.ingest", [table for table, _ in wanted], [each for _, each in wanted]),
+            (f"{quote(settings.namespace)}.ingest", *wanted),
         )
         found: list[Any] = cur.fetchall()
     return [f"{role} lacks grants on what is new: walstream init --grants {quote(role)}" for (role,) in found]

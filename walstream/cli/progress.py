@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    from walstream.source.facts import Blocker
+    from walstream.engine.birth import InTheWay
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def counting(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 class FillBar:
-    """Shows a birth (see :class:`walstream.cli.birth.Progress`)."""
+    """Shows a birth (see :class:`walstream.engine.birth.Progress`)."""
 
     def __init__(self) -> None:
         self._bar: RichProgress | None = None
@@ -75,7 +75,7 @@ class FillBar:
         total = task.total if task.total is None or task.total >= done else done
         self._bar.update(self._task, completed=done, total=total)
 
-    def waiting(self, blockers: Sequence[Blocker]) -> None:
+    def waiting(self, blockers: Sequence[InTheWay]) -> None:
         """The slot cannot be made yet: each transaction in the way is named once."""
         for blocker in blockers:
             if str(blocker) not in self._told:

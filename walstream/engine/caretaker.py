@@ -9,13 +9,18 @@ A chore that cannot reach the server tries again later: whether the session live
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from walstream.errors import Fenced, WalstreamError
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection
 
 log = logging.getLogger("walstream.chores")
 
@@ -38,6 +43,27 @@ class Chore:
     work: Callable[[], None]
     every: float
     due: float = 0.0
+
+
+class SharedConnection:
+    """A connection that is made when it is needed, and again after it was closed."""
+
+    def __init__(self, make: Callable[[], Connection]) -> None:
+        self._make = make
+        self._made: Connection | None = None
+
+    @property
+    def connection(self) -> Connection:
+        if self._made is None or self._made.closed:
+            self._made = self._make()
+        return self._made
+
+    def close(self) -> None:
+        """Close it, if there is one."""
+        made, self._made = self._made, None
+        if made is not None:
+            with contextlib.suppress(Exception):  # what fails here has been reported by what came before
+                made.close()
 
 
 class Caretaker:

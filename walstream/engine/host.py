@@ -177,7 +177,8 @@ class Host:
                 )
                 try:
                     require_schema(connection, settings)
-                    return check_identity(connection, settings)
+                    # A slot that is being made is ingest's affair: projectors read what is ordered without one.
+                    return check_identity(connection, settings, unfinished=settings.recover_slot == "auto")
                 finally:
                     connection.close()
             except (WalstreamError, psycopg2.Error) as raised:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg2
 
 from walstream.config import Settings, quote
-from walstream.errors import Fenced, WalstreamError
+from walstream.errors import Fenced, SlotGone, WalstreamError
 from walstream.ledger.identity import Identity, check_identity
 from walstream.lsn import format_lsn
 from walstream.metrics import METRICS
@@ -30,7 +30,8 @@ from walstream.order.writer import OrderWriter
 from walstream.source.connection import connect
 from walstream.source.failures import classify
 
-from .caretaker import Caretaker, Chore
+from .birth import BirthStopped, SlotMaker
+from .caretaker import Caretaker, Chore, SharedConnection
 from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Lease
@@ -38,6 +39,7 @@ from .ledger_watch import LedgerWatch
 from .order_store import COUNTERS, FencedStore
 from .orderer import Orderer
 from .partition_watch import warn_of_partitions
+from .rebirth import Rebirth
 from .reconciler import Reconciler
 from .takeover import let_go, take_over
 
@@ -59,15 +61,18 @@ class Ports:
 
     Attributes:
         preflight: checks slot, publication and table before anything is read; raises what is wrong, and returns
-            whether somebody else moved the slot, so that the whole ledger has to be compared.
+            whether somebody else moved the slot, so that the whole ledger has to be compared. What a new slot heals it
+            raises as :class:`~walstream.errors.SlotGone`.
         open_stream: opens the slot's stream (``settings, start_lsn=…, generation=…``).
+        slots: makes a slot anew.
     """
 
     preflight: Callable[[Settings, Connection], bool]
     open_stream: Callable[..., MessageStream]
+    slots: SlotMaker
 
 
-INGEST_STATES: Final = ("starting", "standby", "streaming", "reconnecting", "stopped", "failed")
+INGEST_STATES: Final = ("starting", "standby", "recovering", "streaming", "reconnecting", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class IngestSupervisor:
         self._buffer.suspend()  # until a session begins: another process may be the one that ingests
         self._owner = owner
         self._stopping = threading.Event()
+        self._rebirth = Rebirth(settings, ports.preflight, ports.slots, self._stopping.is_set)
         self._session: IngestSession | None = None
         self._thread = threading.Thread(target=self._supervise, name="walstream-ingest", daemon=True)
         self.state = IngestState("starting", time.monotonic())
@@ -154,7 +160,10 @@ class IngestSupervisor:
                 log.warning("%s", error)
                 attempt = 0
                 continue
-            if not error.transient:
+            if isinstance(error, BirthStopped):
+                break
+            mended = isinstance(error, SlotGone) and self._rebirth.note(error)
+            if not (error.transient or mended):
                 log.error("ingest ends: %s%s", error, f" ({error.hint})" if error.hint else "")
                 self._become("failed", error)
                 self._record_failure(error)
@@ -180,17 +189,21 @@ class IngestSupervisor:
         lease = Lease.for_ingest(settings.namespace, owner=self._owner, seconds=settings.lease_seconds)
         taken = False
         try:
-            check_identity(connection, settings)
+            unfinished = self._rebirth.automatic
+            check_identity(connection, settings, unfinished=unfinished)
             if not take_over(connection, settings.namespace, lease, stopping=self._stopping, on_standby=self._stand_by):
                 return
             taken = True
-            identity = check_identity(connection, settings)  # again: an adoption or a set-up may have gone before
-            slot_moved = ports.preflight(settings, connection)
+            # Again: an adoption or a set-up may have gone before.
+            identity = check_identity(connection, settings, unfinished=unfinished)
+            notifier = Notifier(lambda: self._connect("notify"), settings.namespace)
+            slot_moved = self._rebirth.ensure(
+                connection, lease, identity, on_begin=self._recover, on_filled=notifier.notify
+            )
             writer = OrderWriter(connection, settings.namespace, lease.generation)
             tail = writer.tail()
             seen = SeenSeqs(tail.max_seq, writer.known)
             self._buffer.reset(tail.next_offset)
-            notifier = Notifier(lambda: self._connect("notify"), settings.namespace)
             watch = LedgerWatch(settings, identity.table_oid, lambda: self._connect("watch"))
             resume = Resume(tail.partial_lsn or tail.last_lsn, tail.partial_inserts)
             intake = Intake(
@@ -265,7 +278,7 @@ class IngestSupervisor:
         identity: Identity,
         orderer: Orderer,
     ) -> Caretaker:
-        shared = _Shared(lambda: self._connect("chores", synchronous_commit="off", lock_timeout="5s"))
+        shared = SharedConnection(lambda: self._connect("chores", synchronous_commit="off", lock_timeout="5s"))
 
         compactor: Compactor | None = None
 
@@ -318,6 +331,9 @@ class IngestSupervisor:
         log.info("another ingest has the lease (%s); standing by", holder)
         self._become("standby")
 
+    def _recover(self, cause: str) -> None:
+        self._become("recovering", SlotGone(cause))
+
     def _canary_on(self, stream: MessageStream) -> Callable[[], object | None]:
         def canary() -> object | None:
             found: list[object | None] = []
@@ -355,25 +371,6 @@ class IngestSupervisor:
                 connection.close()
 
         _quietly(write)
-
-
-class _Shared:
-    """A connection that is made when it is needed, and again after it was closed."""
-
-    def __init__(self, make: Callable[[], Connection]) -> None:
-        self._make = make
-        self._made: Connection | None = None
-
-    @property
-    def connection(self) -> Connection:
-        if self._made is None or self._made.closed:
-            self._made = self._make()
-        return self._made
-
-    def close(self) -> None:
-        made, self._made = self._made, None
-        if made is not None:
-            _quietly(made.close)
 
 
 def _after_flush(stream: MessageStream, notifier: Notifier) -> Callable[[], None]:

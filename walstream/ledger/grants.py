@@ -20,7 +20,7 @@ from .schema import ALARM_VERSION, APPROVALS_VERSION, JOBS_VERSION, LEDGER_VERSI
 # "The Locking Clause"); compaction replaces order rows, so it deletes; erasures are declared by people, not by `run`.
 PRIVILEGES: Final[dict[str, str]] = {
     "migrations": "SELECT",
-    "identity": "SELECT",
+    "identity": "SELECT, UPDATE (slot_state)",  # of a slot that is made anew
     "generation": "SELECT, UPDATE",
     "ingest": "SELECT, UPDATE",
     "commit_order": "SELECT, INSERT, DELETE",
@@ -87,6 +87,16 @@ def run_privileges(settings: Settings, version: int = ALARM_VERSION) -> dict[str
     if version >= ALARM_VERSION:
         wanted[f"{namespace}.ledger_catalogue"] = "SELECT, INSERT, UPDATE, DELETE"
     return wanted
+
+
+def run_checks(settings: Settings, version: int = ALARM_VERSION) -> list[tuple[str, str, str | None]]:
+    """The same one by one, for asking whether a role has them: table, privilege, and the column that it is for."""
+    checks: list[tuple[str, str, str | None]] = []
+    for table, privileges in run_privileges(settings, version).items():
+        for each in privileges.split(", "):
+            privilege, _, column = each.partition(" ")
+            checks.append((table, privilege, column.strip("()") or None))
+    return checks
 
 
 def grant_statements(settings: Settings, role: str) -> list[str]:

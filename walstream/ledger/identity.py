@@ -105,8 +105,12 @@ def identity_sql(settings: Settings) -> str:
     )
 
 
-def check_identity(conn: Connection, settings: Settings) -> Identity:
+def check_identity(conn: Connection, settings: Settings, *, unfinished: bool = False) -> Identity:
     """Check that this database is the one that the configuration means, in the history that was recorded.
+
+    Args:
+        unfinished: accept a slot whose birth was cut short (not one that was never begun: only a person knows from
+            which row on there are events). Who accepts it goes on with it, or does without a slot.
 
     Raises:
         ConfigError: nothing is set up, set-up was not completed, or the configuration names another environment, table,
@@ -116,7 +120,7 @@ def check_identity(conn: Connection, settings: Settings) -> Identity:
     """
     with conn.cursor() as cur:
         identity = read_identity(cur, settings.namespace)
-        if identity is None or identity.slot_state != "ready":
+        if identity is None or not (identity.slot_state == "ready" or (unfinished and _begun(cur, settings))):
             state = "has not been set up" if identity is None else f"is half set up (state {identity.slot_state!r})"
             raise ConfigError(
                 f"the stream in schema {settings.namespace!r} {state}",
@@ -139,6 +143,12 @@ def check_identity(conn: Connection, settings: Settings) -> Identity:
             hint="if that is known and wanted (fail-over, restore, migration, copy), accept it with `walstream adopt`",
         )
     return identity
+
+
+def _begun(cur: Cursor, settings: Settings) -> bool:
+    """Whether somebody has begun to make the slot: the lease was taken for it, and the floor set with that."""
+    cur.execute(f"SELECT generation > 0 FROM {quote(settings.namespace)}.ingest")
+    return bool(_one(cur)[0])
 
 
 def _refuse_copy_within_cluster(cur: Cursor, identity: Identity) -> None:
@@ -192,11 +202,6 @@ def history_changes(identity: Identity, cluster: Cluster) -> list[str]:
     if identity.timeline != cluster.timeline:
         changes.append(f"timeline {identity.timeline} was recorded and this server writes timeline {cluster.timeline}")
     return changes
-
-
-def set_slot_state(cur: Cursor, namespace: str, state: SlotState) -> None:
-    """Write down how far the birth of the slot is. Committed with ``synchronous_commit`` as the session has it."""
-    cur.execute(f"UPDATE {quote(namespace)}.identity SET slot_state = %s", (state,))
 
 
 def literal(text: str) -> str:

@@ -24,6 +24,7 @@ from walstream.errors import (
     DecodeError,
     LedgerError,
     SlotError,
+    SlotGone,
     Unavailable,
     WalstreamError,
 )
@@ -203,7 +204,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     ),
     Kind(
         "slot missing",
-        SlotError,
+        SlotGone,
         "the slot is gone; `walstream init` makes a new one, and the reconciler takes the events in between from the "
         "ledger itself",
         states=("42704",),
@@ -218,7 +219,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     ),
     Kind(
         "slot lost",
-        SlotError,
+        SlotGone,
         "the server gave up the slot's WAL (max_slot_wal_keep_size, or the slot was invalidated): drop it and run "
         "`walstream init`; the reconciler takes what the slot did not deliver from the ledger itself",
         states=("55000", "58P01"),

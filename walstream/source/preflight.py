@@ -12,7 +12,7 @@ import psycopg2
 from psycopg2.extensions import connection as Connection
 
 from walstream.config import Settings, quote
-from walstream.errors import ConfigError, LedgerError, SlotError, Unavailable
+from walstream.errors import ConfigError, LedgerError, SlotError, SlotGone, Unavailable
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.source.connection import replication_connect
 from walstream.source.facts import (
@@ -51,6 +51,7 @@ def preflight(settings: Settings, connection: Connection) -> Facts:
             well, and closed again: it proves the privilege, the path, and that both lead to the same server.
 
     Raises:
+        SlotGone: the slot is to be made anew; everything that comes before it in this list is well.
         ConfigError, SlotError, LedgerError: what a person has to change, with the statement.
         Unavailable: the server (or a free walsender) is away, or this is a standby.
     """
@@ -61,11 +62,12 @@ def preflight(settings: Settings, connection: Connection) -> Facts:
         table = check_table(settings, table_facts(connection, settings.ledger), role)
         _check_same_table(settings, table, connection)
         publication = check_publication(settings, publication_facts(connection, settings.publication), table)
-        slot = check_slot(settings, slot_facts(connection, settings.slot), server)
         known = _known_position(settings, connection)
+        check_position(settings, known, server)
+        check_bound(settings, server)  # before the slot: a new one in the place of a lost one needs a bound as well
+        slot = check_slot(settings, slot_facts(connection, settings.slot), server)
     except psycopg2.Error as error:
         raise classify(error, doing="looking at the server before streaming") from error
-    check_position(settings, known, server)
     check_replication_path(settings, server)
     return Facts(server, role, slot, publication, table, slot_moved=slot.confirmed_flush_lsn > known)
 
@@ -214,10 +216,15 @@ def check_publication(settings: Settings, publication: PublicationFacts | None, 
 
 
 def check_slot(settings: Settings, slot: SlotFacts | None, server: ServerFacts) -> SlotFacts:
-    """The slot is ours to read, can be read, and cannot fill the disk."""
+    """The slot is ours to read, and can be read.
+
+    Raises:
+        SlotGone: there is none, or one of ours that can never be read again.
+        SlotError: it is not ours.
+    """
     name = settings.slot
     if slot is None:
-        raise SlotError(
+        raise SlotGone(
             f"there is no slot {name} on this server",
             hint=f"{_INIT}: it makes a new one, and the reconciler takes the events in between from the ledger",
         )
@@ -242,20 +249,23 @@ def check_slot(settings: Settings, slot: SlotFacts | None, server: ServerFacts) 
         )
     if slot.lost:
         why = slot.invalidation_reason or slot.wal_status
-        raise SlotError(
+        raise SlotGone(
             f"slot {name} is lost ({why}): the server removed WAL that it needs; confirmed up to "
             f"{format_lsn(slot.confirmed_flush_lsn)}",
             hint=f"{_drop(name)}, then {_INIT}; the reconciler takes what was missed from the ledger. Raise "
             "max_slot_wal_keep_size if the consumer was merely away",
         )
-    if slot.synced:
-        raise SlotError(f"slot {name} is synchronized from a primary", hint="read it on the primary")
     if slot.confirmed_flush_lsn > server.wal_end:
-        raise SlotError(
+        raise SlotGone(
             f"slot {name} was confirmed up to {format_lsn(slot.confirmed_flush_lsn)}, beyond the server's WAL "
             f"({format_lsn(server.wal_end)}): it would send nothing until the WAL has grown past that, and skip it",
             hint=f"{_drop(name)}, then {_INIT}; the reconciler takes what was missed from the ledger",
         )
+    return slot
+
+
+def check_bound(settings: Settings, server: ServerFacts) -> None:
+    """A slot cannot fill the disk, or somebody has said that it may."""
     if server.slot_keep_bytes == UNBOUNDED and not settings.allow_unbounded_slot:
         raise ConfigError(
             "max_slot_wal_keep_size is -1: if this consumer stays away, its slot keeps WAL until the disk is full",
@@ -263,7 +273,6 @@ def check_slot(settings: Settings, slot: SlotFacts | None, server: ServerFacts) 
             "spare; a lost slot loses no event), or `walstream init --slot-wal-keep 50GB`; on managed Postgres it is a "
             "parameter of the provider's, which `walstream doctor` names. Or set allow_unbounded_slot = true",
         )
-    return slot
 
 
 def check_position(settings: Settings, position: int, server: ServerFacts) -> None:

@@ -42,11 +42,13 @@ class NewSlot:
     Attributes:
         consistent_point: LSN from which it sends commits; everything that committed before is in the snapshot.
         snapshot: for ``SET TRANSACTION SNAPSHOT`` in another session, as long as the context that gave it is open.
+        backend_pid: of the session that made it.
     """
 
     name: str
     consistent_point: int
     snapshot: str
+    backend_pid: int
 
 
 OnWait = Callable[[Sequence[Blocker]], None]
@@ -133,7 +135,7 @@ def create_on(
             with connection.cursor() as cursor:
                 cursor.execute(command)
                 row: Any = cursor.fetchone()
-                return NewSlot(row[0], parse_lsn(row[1]), row[2] or "")
+                return NewSlot(row[0], parse_lsn(row[1]), row[2] or "", connection.info.backend_pid)
         except psycopg2.Error as error:
             if error.pgcode != LOCK_NOT_AVAILABLE:
                 raise classify(error, doing=doing) from error

@@ -37,7 +37,7 @@ from psycopg2.extensions import connection as Connection
 from psycopg2.extras import LogicalReplicationConnection
 
 from walstream.config import Settings
-from walstream.errors import ConfigError, ConnectionLost, SlotError, Stalled, WalstreamError
+from walstream.errors import ConnectionLost, SlotError, SlotGone, Stalled, WalstreamError
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.source.connection import give_up_unacknowledged, replication_connect
 from walstream.source.facts import slot_facts, walsender_progress
@@ -390,8 +390,8 @@ class ReplicationStream:
                 self.close()
                 raise self._younger(f"{self._doing}: {' '.join(found.split())}")
 
-    def _younger(self, words: str) -> ConfigError:
-        return ConfigError(
+    def _younger(self, words: str) -> SlotGone:
+        return SlotGone(
             f"{words}. The publication is younger than the slot's position: decoding uses the catalogues as they were "
             "when each change was made",
             hint=f"SELECT pg_drop_replication_slot('{self._slot}'), then `walstream init`; the reconciler takes what "
