@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 import zstandard
 
 _NAME: Final = re.compile(r"([0-9]{16})-([0-9]{16})\.jsonl(\.zst)?")
-_SCRATCH: Final = re.compile(r"\.(?:[0-9]{16}-[0-9]{16}\.jsonl\.zst|manifest\.json)\.[0-9]+")
+_SCRATCH: Final = re.compile(r"\.(?:[0-9]{16}-[0-9]{16}\.jsonl(?:\.zst)?|manifest\.json)\.[0-9]+")
 MiB: Final = 1024 * 1024
 _BLOCK: Final = 2 * MiB
 _LEVEL: Final = 3
@@ -155,6 +155,34 @@ def pack(segment: Segment) -> Path:
         raise
     sync_folder(target.parent)
     return target
+
+
+def write_anew(path: Path, lines: Iterable[bytes]) -> None:
+    """Replace a segment by one of these lines, plain or compressed as it was, durably: after a crash it is the old one
+    or the new one.
+
+    Raises:
+        OSError: the disk is full, or gone. Nothing is left behind then.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as out:
+            if path.suffix == ".zst":
+                compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+                with compressor.stream_writer(out, closefd=False) as sink:
+                    for line in lines:
+                        sink.write(line + b"\n")
+            else:
+                for line in lines:
+                    out.write(line + b"\n")
+            out.flush()
+            os.fchmod(out.fileno(), path.stat().st_mode & 0o777)
+            os.fsync(out.fileno())
+        scratch.rename(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
