@@ -33,6 +33,7 @@ class AuditSink(Projector):
     batch = 5_000  # one flush of the disk a batch
     # A full disk is looked at again every few seconds.
     retry_cap = 10.0
+    tick_seconds = 1.0
 
     def __init__(self, directory: str | Path, **options: Any) -> None:
         self.trail = AuditTrail(directory, **options)
@@ -55,6 +56,9 @@ class AuditSink(Projector):
         if ctx.lane:
             raise ConfigError(f"{self.name} has one lane, and this is lane {ctx.lane}")
         self.trail.record(events, ctx.settings, first=self._first(ctx))
+
+    def tick(self, ctx: Context) -> None:
+        self.trail.tick(ctx.settings)
 
     def close(self) -> None:
         self.trail.close()

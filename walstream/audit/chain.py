@@ -9,7 +9,10 @@ from typing import Final
 
 import orjson
 
-from .record import CHAIN, ERASURE, HEADER_AT, NO_HASH, PAYLOAD_MARK, NoRecord, Record, parse
+from .record import CHAIN, ERASURE, HEADER_AT, NO_HASH, PAYLOAD_MARK, VIOLATION, NoRecord, Record, parse
+
+TAKEN_OVER: Final = frozenset({VIOLATION, ERASURE})
+"""Kinds of records that have an id in the database."""
 
 _BEGINNING: Final = b'{"hash":"%b","header":{"prev":"%b","sha256":"%b","n":%d,"kind":"event","offset":%d,"seq":'
 _MARK_LENGTH: Final = len(PAYLOAD_MARK)
@@ -49,6 +52,7 @@ class Link:
         erasures: what each record of an erasure declares: first and last number of records.
         hashes: of the records that were asked for.
         events: how many had an offset.
+        ids: the highest id in the database of what was taken over from there, by kind (violations, erasures).
     """
 
     n: int = 0
@@ -59,6 +63,7 @@ class Link:
     erasures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     hashes: dict[int, bytes] = field(default_factory=dict)
     events: int = 0
+    ids: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def before(cls, first: Record) -> Link:
@@ -130,9 +135,21 @@ class Link:
             self.offset = self.begins - 1
         elif record.kind == ERASURE:
             self.erasures[record.n] = _ranges(record)
+        if record.kind in TAKEN_OVER:
+            note_id(self.ids, record)
         if record.erased_by is not None:
             self.blanked.append((record.n, record.erased_by))
         self.n, self.hash = record.n, record.hash
+
+
+def note_id(ids: dict[str, int], record: Record) -> None:
+    """Keep the highest id of each kind that is taken over from the database."""
+    try:
+        id_ = record.fields().get("id")
+    except (NoRecord, AttributeError):
+        return
+    if isinstance(id_, int):
+        ids[record.kind] = max(id_, ids.get(record.kind, 0))
 
 
 def _ranges(record: Record) -> list[tuple[int, int]]:

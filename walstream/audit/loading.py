@@ -11,7 +11,7 @@ from pathlib import Path
 
 from walstream.errors import ProjectorHalted
 
-from .chain import Link, first_offset_of
+from .chain import TAKEN_OVER, Link, first_offset_of
 from .heads import NAME as HEADS
 from .heads import Head, heads_in
 from .manifest import NAME as MANIFEST
@@ -82,6 +82,8 @@ def load(directory: Path) -> Loaded:
         loaded = Loaded(manifest, segment, link, 0, time.time(), chain, head.n if head else 0)
     else:
         loaded = _open_segment(newest, segments, manifest, chain, head)
+    for kind, id_ in ids_on_record(segments[:-1], manifest).items():
+        loaded.link.ids[kind] = max(id_, loaded.link.ids.get(kind, 0))
     if head is not None and head.n > loaded.link.n:
         raise TrailBroken(
             f"{directory} ends with record {loaded.link.n}, and a head vouches for record {head.n}"
@@ -153,6 +155,31 @@ def _before(newest: Segment, segments: list[Segment], manifest: Manifest) -> Lin
     if closed is None:
         return None
     return Link(closed.last_n, closed.hash.encode(), newest.next_offset - 1, events=1)
+
+
+def ids_on_record(closed: list[Segment], manifest: Manifest) -> dict[str, int]:
+    """The highest ids of what was taken over from the database in closed segments, by kind.
+
+    The manifest says so of those that are described in it, but it vouches for nothing: an id that is too high would
+    keep violations from the record. So the segment that is to hold the highest is looked at, where it is here.
+    """
+    described = {each.first_n: each for each in manifest.segments}
+    files = {each.first_n: each for each in closed}
+    found: dict[str, int] = {}
+    for each in closed:
+        if each.first_n not in described:
+            described[each.first_n] = _describe(each)
+    for kind in TAKEN_OVER:
+        holder = max(described.values(), key=lambda each: each.ids.get(kind, 0), default=None)
+        if holder is None or not holder.ids.get(kind):
+            continue
+        if holder.first_n in files and _describe(files[holder.first_n]).ids.get(kind) != holder.ids[kind]:
+            raise TrailBroken(
+                f"{MANIFEST} says that {holder.file} holds the {kind} {holder.ids[kind]}, and it does not",
+                hint="remove it: it is made anew from the segments",
+            )
+        found[kind] = holder.ids[kind]
+    return found
 
 
 def _describe(segment: Segment) -> Closed:

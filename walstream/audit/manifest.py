@@ -3,6 +3,7 @@ relies on it; it is compared with them by ``walstream audit verify``."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any, Final
 
 import orjson
 
+from .chain import TAKEN_OVER, note_id
 from .record import FORMAT, NoRecord, Record, parse
 from .segments import Segment, read_lines, write_durably
 
 NAME: Final = "manifest.json"
+
+# What nearly every line is, and where that stands: behind the two digests and the number.
+_AN_EVENT: Final = b'"kind":"event"'
+_WHERE: Final = (230, 290)
 
 
 class BadManifest(Exception):
@@ -32,6 +38,7 @@ class Closed:
         size: of the file, in bytes.
         sha256: of the file.
         archived: where a copy of it stands; ``None`` until that copy is complete.
+        ids: the highest id in the database of what was taken over from there, by kind.
     """
 
     file: str
@@ -44,6 +51,7 @@ class Closed:
     size: int
     sha256: str
     archived: str | None = None
+    ids: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -110,12 +118,16 @@ def describe(segment: Segment) -> Closed:
     """
     first = last = b""
     first_offset = last_offset = None
+    ids: dict[str, int] = {}
     for lines in read_lines(segment.path):
         first = first or lines[0]
         last = lines[-1]
         if first_offset is None:
             first_offset = next((o for o in map(_offset, lines) if o is not None), None)
         last_offset = next((o for o in map(_offset, reversed(lines)) if o is not None), last_offset)
+        for line in lines:
+            if line.find(_AN_EVENT, *_WHERE) < 0:
+                _note_id(ids, line)
     if not first:
         raise NoRecord("it is empty")
     begin, end = parse(first), parse(last)
@@ -133,7 +145,15 @@ def describe(segment: Segment) -> Closed:
         end.hash.decode(),
         segment.path.stat().st_size,
         data.hexdigest(),
+        ids=ids,
     )
+
+
+def _note_id(ids: dict[str, int], line: bytes) -> None:
+    with suppress(NoRecord):
+        record = parse(line)
+        if record.kind in TAKEN_OVER:
+            note_id(ids, record)
 
 
 def _offset(line: bytes) -> int | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -23,35 +23,24 @@ from walstream.config import Settings
 from walstream.errors import ConfigError, RetryLater, WalstreamError
 from walstream.event import Event
 
-from . import order_facts
+from . import gaps, order_facts
 from .archive import archive_at
 from .chain import Link
+from .declared import Declarations
 from .directory import Busy, Directory
 from .known import Known, another_event
-from .loading import Loaded, TrailBroken, load
+from .loading import load
 from .manifest import Manifest
+from .open_segment import OpenSegment
 from .packing import Packer
-from .record import CHAIN, FORMAT, GONE, VIOLATION, Pen
-from .segments import MiB, Segment, name_of, segments_in, sync_folder
+from .record import CHAIN, FORMAT, VIOLATION, Pen
+from .segments import MiB, name_of, segments_in, sync_folder
 from .vouching import Voucher
 
 log = logging.getLogger("walstream.audit")
 
-_GAP_CHUNK: Final = 5_000
 _CLOSE_SECONDS: Final = 5.0
-
-
-@dataclass(slots=True)
-class _Open:
-    """The newest segment, as this process knows it."""
-
-    path: Path
-    fd: int
-    size: int
-    link: Link
-    began: float  # by the wall clock, to roll by time
-    chain: str
-    head_n: int
+_ROUNDS: Final = 10  # of a tick: events wait meanwhile
 
 
 class AuditTrail:
@@ -92,12 +81,13 @@ class AuditTrail:
         self._roll_seconds = roll_seconds
         self._directory = Directory(self.path)
         self._packer = Packer(archive_at(archive, archive_options or {}) if archive else None)
-        self._open: _Open | None = None
+        self._open: OpenSegment | None = None
         self._known: Known | None = None
         self._manifest = Manifest()
         self._unsettled = True
         self._seen = False
         self._settings: Settings | None = None
+        self._declarations: Declarations | None = None
 
     def check(self, settings: Settings) -> int | None:
         """Read the trail, and compare its end with the order in the database; return the offset it ends with.
@@ -148,6 +138,25 @@ class AuditTrail:
                 self._vouch(settings)
                 self._settle()
 
+    def tick(self, settings: Settings) -> None:
+        """Do what is due although nothing comes: take over violations, close a segment that is old, write a head.
+
+        Raises:
+            TrailBroken, RetryLater, WalstreamError: as for :meth:`record`.
+        """
+        self._settings = settings
+        if not self._seen and not self.path.exists():
+            return  # a chain begins with its first event
+        with self._patience(), self._directory.held() as changed:
+            self._refresh(changed)
+            if self._open is None:
+                return
+            self._take_over(settings)
+            if self._open.age() >= self._roll_seconds:
+                self._roll(self._open, settings)
+            self._vouch(settings)
+            self._settle()
+
     def close(self) -> None:
         """Vouch for the last records, finish what is being compressed, and let go of the files."""
         try:
@@ -163,6 +172,8 @@ class AuditTrail:
         finally:
             self._forget()
             self._directory.close()
+            if self._declarations is not None:
+                self._declarations.close()
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
@@ -188,7 +199,7 @@ class AuditTrail:
             return None  # there was a chain a moment ago
         if first is None or event.offset == first:
             return event.offset
-        before = self._ask(settings, first, event.offset - 1)
+        before = gaps.places(settings, first, event.offset - 1)
         return first if before and all(place.reason is not None for place in before) else None
 
     def _refresh(self, changed: bool) -> None:
@@ -203,20 +214,9 @@ class AuditTrail:
         loaded = load(self.path)
         self._manifest, self._unsettled = loaded.manifest, True
         if loaded.segment is not None:
-            self._open = self._take_up(loaded, loaded.segment)
+            self._open = OpenSegment.taken_up(self.path, loaded)
             self._seen = True
-
-    def _take_up(self, loaded: Loaded, segment: Segment) -> _Open:
-        path = self.path / segment.name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.fsync(fd)  # it may hold what somebody wrote who was killed before it was flushed
-            sync_folder(self.path)
-        except BaseException:
-            os.close(fd)
-            raise
-        log.info("%s ends with record %d, offset %s", self.path, loaded.link.n, loaded.link.offset)
-        return _Open(path, fd, loaded.size, loaded.link, loaded.began, loaded.chain, loaded.head_n)
+            log.info("%s ends with record %d, offset %s", self.path, loaded.link.n, loaded.link.offset)
 
     def _forget(self) -> None:
         if self._open is not None:
@@ -231,7 +231,7 @@ class AuditTrail:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _write(self, events: Sequence[Event], settings: Settings, first: int | None) -> None:
-        now = orjson.dumps(datetime.now(UTC).isoformat(timespec="milliseconds"))
+        now = _now()
         lines: list[bytes] = []
         if self._open is None:
             self._begin(events[0], settings, first, now)
@@ -245,35 +245,47 @@ class AuditTrail:
         expected = end + 1
         for event in events[len(known) :]:
             if event.offset != expected:
-                lines += self._gone(pen, expected, event.offset - 1, settings, now)
+                lines += gaps.gone(pen, self.path, expected, event.offset - 1, settings, now)
             lines.append(pen.event(event, now))
             expected = event.offset + 1
         if not lines:
             return
-        if open_.size >= self._roll_bytes or (open_.size and time.time() - open_.began >= self._roll_seconds):
+        more = expected - 1 - end
+        self._append(
+            self._with_room(open_, settings),
+            b"".join(lines),
+            replace(open_.link, n=pen.n, hash=pen.hash, offset=expected - 1, events=open_.link.events + more),
+        )
+
+    def _take_over(self, settings: Settings) -> None:
+        """Put on record what the database says besides events; the chain says up to where it has that."""
+        declarations = self._declarations
+        if declarations is None:
+            declarations = self._declarations = Declarations(settings)
+        for _ in range(_ROUNDS):
+            open_ = self._open
+            assert open_ is not None
+            pen, ids = Pen(open_.link.n, open_.link.hash), dict(open_.link.ids)
+            lines = declarations.lines(pen, ids, _now())
+            if not lines:
+                return
+            link = replace(open_.link, n=pen.n, hash=pen.hash, ids=ids)
+            self._append(self._with_room(open_, settings), b"".join(lines), link)
+
+    def _with_room(self, open_: OpenSegment, settings: Settings) -> OpenSegment:
+        """The segment to write to: another one, if this one is large or old enough."""
+        if open_.size >= self._roll_bytes or open_.age() >= self._roll_seconds:
             open_ = self._roll(open_, settings)
         if not open_.size:
             open_.began = time.time()
-        self._append(
-            open_, b"".join(lines), Link(pen.n, pen.hash, expected - 1, events=open_.link.events + expected - 1 - end)
-        )
+        return open_
 
-    def _append(self, open_: _Open, data: bytes, link: Link) -> None:
-        """Write and flush. If that fails, the file is as before, or is read anew before it is written to again."""
+    def _append(self, open_: OpenSegment, data: bytes, link: Link) -> None:
         try:
-            written = 0
-            view = memoryview(data)
-            while written < len(data):
-                written += os.pwrite(open_.fd, view[written:], open_.size + written)
-            os.fdatasync(open_.fd)
+            open_.append(data, link)
         except OSError:
-            try:
-                os.ftruncate(open_.fd, open_.size)
-            finally:
-                self._forget()
+            self._forget()  # it is read anew before anybody writes to it again
             raise
-        open_.size += len(data)
-        open_.link = link
         self._known = None  # its list of segments may be old by now
 
     def _begin(self, event: Event, settings: Settings, first: int | None, now: bytes) -> None:
@@ -302,7 +314,7 @@ class AuditTrail:
         path = self.path / name_of(1, begins)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._manifest = Manifest(pen.hash.decode(), begins)
-        self._open = _Open(path, fd, 0, Link(), time.time(), pen.hash.decode(), 0)
+        self._open = OpenSegment(path, fd, 0, Link(), time.time(), pen.hash.decode(), 0)
         try:
             self._append(self._open, line, Link(pen.n, pen.hash, begins - 1))
             sync_folder(self.path)
@@ -314,40 +326,9 @@ class AuditTrail:
             raise
         log.info("%s: a chain begins at offset %d", self.path, begins)
 
-    def _gone(self, pen: Pen, first: int, last: int, settings: Settings, now: bytes) -> Iterable[bytes]:
-        """Records for offsets whose events were removed, by declaration, before they came here.
-
-        Raises:
-            TrailBroken: one of them was not.
-        """
-        for start in range(first, last + 1, _GAP_CHUNK):
-            stop = min(last, start + _GAP_CHUNK - 1)
-            places = self._ask(settings, start, stop)
-            lost = next((place for place in places if place.reason is None), None)
-            if lost is not None or [place.offset for place in places] != list(range(start, stop + 1)):
-                what = f"offset {lost.offset} (seq {lost.seq})" if lost else f"offsets {start} to {stop}"
-                raise TrailBroken(
-                    f"{self.path} ends with offset {first - 1} and the next event has offset {last + 1}: {what} is not"
-                    " on record, and no erasure declares that",
-                    hint="records were cut off (see the folder `torn`), or the projector was moved on by hand: set it"
-                    f" back with `walstream projectors reset NAME --to {first}`",
-                )
-            for place in places:
-                at = place.erased_at.isoformat() if place.erased_at else None
-                yield pen.other(GONE, {"reason": place.reason, "erased_at": at}, now, place=(place.offset, place.seq))
-
-    def _ask(self, settings: Settings, first: int, last: int) -> list[order_facts.Place]:
-        if not settings.dsn:
-            return []
-        connection = order_facts.open_database(settings)
-        try:
-            return order_facts.places_between(connection, settings.namespace, first, min(last, first + _GAP_CHUNK - 1))
-        finally:
-            connection.close()
-
     # -- rolling, vouching, settling --------------------------------------------------------------------------------
 
-    def _roll(self, open_: _Open, settings: Settings) -> _Open:
+    def _roll(self, open_: OpenSegment, settings: Settings) -> OpenSegment:
         """Close the segment: a head vouches for it, and the next one is there before it is touched."""
         self._vouch(settings, now=True)
         path = self.path / name_of(open_.link.n + 1, (open_.link.offset or 0) + 1)
@@ -360,7 +341,7 @@ class AuditTrail:
         os.close(open_.fd)
         self._known = None
         self._unsettled = True
-        self._open = _Open(path, fd, 0, open_.link, time.time(), open_.chain, open_.head_n)
+        self._open = OpenSegment(path, fd, 0, open_.link, time.time(), open_.chain, open_.head_n)
         return self._open
 
     def _vouch(self, settings: Settings, *, now: bool = False) -> None:
@@ -387,7 +368,7 @@ class AuditTrail:
         self._unsettled = bool(left)
         self._packer.start(left, open_.chain[:16])
 
-    def _note_closed(self, open_: _Open) -> None:
+    def _note_closed(self, open_: OpenSegment) -> None:
         done = self._packer.take()
         if not done:
             return
@@ -397,3 +378,8 @@ class AuditTrail:
         self._manifest.write(self.path)
         for closed in done:
             (self.path / closed.file.removesuffix(".zst")).unlink(missing_ok=True)
+
+
+def _now() -> bytes:
+    """The time of the sink's clock, as a JSON string."""
+    return orjson.dumps(datetime.now(UTC).isoformat(timespec="milliseconds"))

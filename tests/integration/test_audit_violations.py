@@ -1,0 +1,221 @@
+"""Violations of the ledger become records of the chain: each once, whatever happens to the sink."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit_files import newest, offsets, records, settle, verified
+from tests.conftest import Server
+from tests.runner_world import World, eventually, world_on
+from walstream import RetryLater
+from walstream.audit.heads import read_heads
+from walstream.audit.loading import TrailBroken
+from walstream.audit.manifest import Manifest
+from walstream.audit.segments import segments_in
+from walstream.audit.trail import AuditTrail
+from walstream.projectors.audit_sink import AuditSink
+
+
+@pytest.fixture
+def world(server: Server) -> Iterator[World]:
+    with world_on(server) as made:
+        yield made
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "audit"
+
+
+def tamper(world: World, first: int, last: int) -> None:
+    """What ingest writes down when it sees DELETEs of these seqs."""
+    world.execute(
+        "INSERT INTO walstream.violations (kind, commit_lsn, ordinal, seq, xid, detail, committed_at, old_keys)"
+        " SELECT 'delete', '0/500', s, s, 77, 'DELETE public.agent_events', '2026-01-02 03:04:05+00',"
+        " jsonb_build_object('seq', s::text) FROM generate_series(%s, %s) AS s ORDER BY s",
+        first,
+        last,
+    )
+
+
+def violations(directory: Path) -> list[int]:
+    """The seqs of the violations on record, in its order."""
+    return [json.loads(each.payload or b"")["seq"] for each in records(directory) if each.kind == "violation"]
+
+
+def tick(world: World, directory: Path, events: bool = False, **options: Any) -> None:
+    """One tick of a sink that is made for it, as after a restart."""
+    trail = AuditTrail(directory, **options)
+    try:
+        if events:
+            trail.record(world.events(), world.settings)
+        trail.tick(world.settings)
+    finally:
+        trail.close()
+
+
+def test_each_is_on_record_once_over_restarts(world: World, directory: Path) -> None:
+    world.add_many(3)
+    tamper(world, 1, 2)
+    tick(world, directory, events=True)
+    tick(world, directory)
+    tamper(world, 3, 2_503)
+    tick(world, directory)
+    world.add_many(2)
+    tick(world, directory, events=True)
+    assert violations(directory) == list(range(1, 2_504))
+    assert offsets(directory) == [1, 2, 3, 4, 5]
+    verified(directory)
+
+
+def test_a_record_says_what_is_known(world: World, directory: Path) -> None:
+    world.add_many(1)
+    tamper(world, 1, 1)
+    tick(world, directory, events=True)
+    record = records(directory)[-1]
+    ((id_,),) = world.execute("SELECT id FROM walstream.violations")
+    assert record.fields()["id"] == id_
+    document = json.loads(record.payload or b"")
+    assert document.pop("noticed_at")
+    assert document == {
+        "what": "delete",
+        "origin": "stream",
+        "seq": 1,
+        "old_keys": {"seq": "1"},
+        "detail": "DELETE public.agent_events",
+        "xid": 77,
+        "lsn": "0/500",
+        "committed_at": "2026-01-02T03:04:05+00:00",
+    }
+
+
+def test_those_of_closed_segments_are_known_by_the_manifest_and_without_it(world: World, directory: Path) -> None:
+    world.add_many(3)
+    tamper(world, 1, 3)
+    tick(world, directory, events=True, roll_bytes=1)
+    world.add_many(3)
+    tick(world, directory, events=True, roll_bytes=1)
+    settle(directory, world.events()[-1], roll_bytes=1)
+    assert len(segments_in(directory)) == 4
+    manifest = Manifest.read(directory)
+    assert manifest is not None
+    assert [bool(each.ids) for each in manifest.segments] == [False, False, True]
+    tick(world, directory)
+    (directory / "manifest.json").unlink()
+    tick(world, directory)
+    assert violations(directory) == [1, 2, 3]
+
+
+def test_a_manifest_cannot_keep_violations_from_the_record(world: World, directory: Path) -> None:
+    """An id that was raised in it would make the sink pass over what comes."""
+    world.add_many(2)
+    tamper(world, 1, 1)
+    tick(world, directory, events=True, roll_bytes=1)
+    world.add_many(1)
+    tick(world, directory, events=True, roll_bytes=1)
+    settle(directory, world.events()[-1], roll_bytes=1)
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    manifest["segments"][-1]["ids"] = {"violation": 1_000_000}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(TrailBroken, match="holds the violation 1000000, and it does not"):
+        tick(world, directory)
+
+
+def test_a_violation_that_was_half_written_comes_again(world: World, directory: Path) -> None:
+    world.add_many(2)
+    tick(world, directory, events=True)
+    tamper(world, 1, 2)
+    trail = AuditTrail(directory, head_seconds=3600, head_every=1_000_000)
+    trail._voucher._last = float("inf")  # as if it was killed before it could vouch
+    trail.tick(world.settings)
+    trail._forget()
+    trail._directory.close()
+    segment = newest(directory)
+    segment.write_bytes(segment.read_bytes()[:-40])
+    tick(world, directory)
+    assert violations(directory) == [1, 2]
+    verified(directory)
+
+
+def test_what_cannot_be_written_is_taken_back_and_comes_again(
+    world: World, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.add_many(2)
+    trail = AuditTrail(directory)
+    trail.record(world.events(), world.settings)
+    tamper(world, 1, 5)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data)[:30], at) if at == 0 else _full())
+    with pytest.raises(RetryLater):
+        trail.tick(world.settings)
+    monkeypatch.undo()
+    trail.tick(world.settings)
+    trail.close()
+    assert violations(directory) == [1, 2, 3, 4, 5]
+    verified(directory)
+
+
+def _full() -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_time_alone_closes_a_segment_and_writes_a_head(world: World, directory: Path) -> None:
+    world.add_many(2)
+    trail = AuditTrail(directory, roll_seconds=0.2, head_seconds=0.2)
+    trail.record(world.events(), world.settings)
+    tamper(world, 1, 1)
+    trail.tick(world.settings)
+    assert len(segments_in(directory)) == 1
+    time.sleep(0.25)
+    trail.tick(world.settings)
+    assert [segment.first_n for segment in segments_in(directory)] == [1, 5]
+    assert read_heads(directory / "heads.jsonl")[-1].n == 4
+    time.sleep(0.25)
+    trail.tick(world.settings)
+    assert len(segments_in(directory)) == 2, "an empty one is not closed"
+    trail.close()
+    verified(directory)
+
+
+def test_nothing_is_begun_before_the_first_event(world: World, directory: Path) -> None:
+    tamper(world, 1, 1)
+    tick(world, directory)
+    assert not directory.exists()
+
+
+def test_a_directory_that_vanished_is_seen_without_any_event(world: World, directory: Path) -> None:
+    world.add_many(1)
+    trail = AuditTrail(directory)
+    trail.record(world.events(), world.settings)
+    directory.rename(directory.with_name("elsewhere"))
+    with pytest.raises(RetryLater):
+        trail.tick(world.settings)
+    directory.with_name("elsewhere").rename(directory)
+    trail.tick(world.settings)
+    trail.close()
+
+
+def test_the_sink_does_it_by_itself(world: World, directory: Path) -> None:
+    last = world.add_many(3)
+    world.start(AuditSink(directory))
+    eventually(lambda: world.reached("audit-sink", last))
+    tamper(world, 1, 2)
+    eventually(lambda: violations(directory) == [1, 2])
+    assert world.state("audit-sink") == "cold"
+
+
+def test_on_the_schema_of_the_last_release_nothing_is_taken_over(world: World, directory: Path) -> None:
+    world.add_many(1)
+    world.execute("DELETE FROM walstream.migrations WHERE version > 6")
+    try:
+        tick(world, directory, events=True)
+    finally:
+        world.execute("INSERT INTO walstream.migrations (version, name) VALUES (7, 'tamper_alarm')")
+    assert violations(directory) == []
