@@ -46,6 +46,18 @@ class ConfigError(WalstreamError):
     exit_code = ExitCode.CONFIG
 
 
+class PublicationGone(ConfigError):
+    """The publication is not there, or does not hold the ledger (any more).
+
+    Attributes:
+        statement: what puts it right; `walstream run` tries it, where its login owns the table.
+    """
+
+    def __init__(self, message: str, *, statement: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.statement = statement
+
+
 class Unavailable(WalstreamError):
     """The server (or the network) does not answer; it may later."""
 

@@ -15,7 +15,7 @@ from tests.conftest import Database
 from tests.integration.births import INSERT, insert_rows
 from tests.integration.streams import Installed, Recorder, eventually
 from walstream.engine import birth, rebirth
-from walstream.errors import ConfigError, ExitCode, SlotError
+from walstream.errors import ConfigError, ExitCode, PublicationGone, SlotError
 from walstream.metrics import METRICS
 from walstream.postgres import PostgresServer
 
@@ -162,6 +162,43 @@ def test_a_publication_that_was_dropped_and_made_again(stream: Installed) -> Non
     with stream.host(recorder):
         stream.insert("four")
         all_once(stream, recorder)
+
+
+@pytest.mark.parametrize(
+    "breaking", ["DROP PUBLICATION walstream", "ALTER PUBLICATION walstream DROP TABLE agent_events"]
+)
+@pytest.mark.parametrize("running", [True, False])
+def test_a_publication_that_is_gone_is_put_right_by_who_may(stream: Installed, breaking: str, running: bool) -> None:
+    """C34, C37: and what was written meanwhile is found in the ledger."""
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.insert("one")
+        eventually(lambda: recorder.got, "one event")
+        if running:
+            stream.place.execute(breaking)
+            stream.insert("two")
+            all_once(stream, recorder)
+    if not running:
+        stream.place.execute(breaking)
+        stream.insert("two")
+    with stream.host(recorder):
+        stream.insert("three")
+        all_once(stream, recorder)
+    assert stream.place.execute("SELECT tablename FROM pg_publication_tables WHERE pubname = 'walstream'") == [
+        ("agent_events",)
+    ]
+
+
+def test_a_publication_that_is_gone_ends_a_login_that_may_not(database: Database, login: str) -> None:
+    stream = Installed(database, "--grants", login)
+    with stream.host(dsn=database.server.dsn(database.name, login)) as host:
+        stream.insert("one")
+        stream.wait_ordered()
+        database.execute("ALTER PUBLICATION walstream DROP TABLE agent_events")
+        eventually(lambda: host.wait(0), "it ends")
+        assert isinstance(host.error, PublicationGone)
+        assert host.exit_code == ExitCode.CONFIG
+        assert 'ALTER PUBLICATION "walstream" ADD TABLE "public"."agent_events"' in host.error.hint
 
 
 def test_not_where_the_configuration_says_so(stream: Installed) -> None:

@@ -13,7 +13,7 @@ from psycopg2.extensions import make_dsn
 from tests.conftest import Database
 from tests.integration.source_ledgers import TABLE, Ledger, slot_name
 from walstream.config import Columns, LedgerTable
-from walstream.errors import ConfigError, LedgerError, SlotError, Unavailable, WalstreamError
+from walstream.errors import ConfigError, LedgerError, PublicationGone, SlotError, Unavailable, WalstreamError
 from walstream.ledger import schema
 from walstream.postgres import PostgresServer
 from walstream.source.connection import connect
@@ -116,14 +116,14 @@ def test_the_application_may_go_on_updating_and_deleting(ledger: Ledger) -> None
             "unique key",
             "UNIQUE INDEX",
         ),
-        ("DROP PUBLICATION p", ConfigError, "no publication", "walstream init"),
+        ("DROP PUBLICATION p", PublicationGone, "no publication", "walstream init"),
         ("ALTER PUBLICATION p SET (publish = 'truncate')", ConfigError, "not publish inserts", "'insert, truncate'"),
-        ("ALTER PUBLICATION p DROP TABLE agent_events", ConfigError, "does not hold", "ADD TABLE"),
+        ("ALTER PUBLICATION p DROP TABLE agent_events", PublicationGone, "does not hold", "ADD TABLE"),
         (
             # C37: rename and swap; the publication follows the old table
             "CREATE TABLE new (LIKE agent_events INCLUDING ALL); ALTER TABLE agent_events RENAME TO old;"
             " ALTER TABLE new RENAME TO agent_events",
-            ConfigError,
+            PublicationGone,
             "swapped or recreated",
             'ALTER PUBLICATION "p" ADD TABLE "public"."agent_events"',
         ),

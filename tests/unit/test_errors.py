@@ -10,6 +10,7 @@ from walstream.errors import ExitCode, WalstreamError
 PROMISED: dict[type[WalstreamError], tuple[int, bool]] = {
     errors.WalstreamError: (1, False),
     errors.ConfigError: (3, False),
+    errors.PublicationGone: (3, False),
     errors.Unavailable: (4, True),
     errors.ConnectionLost: (4, True),
     errors.Stalled: (4, True),

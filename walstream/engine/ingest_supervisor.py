@@ -162,8 +162,7 @@ class IngestSupervisor:
                 continue
             if isinstance(error, BirthStopped):
                 break
-            mended = isinstance(error, SlotGone) and self._rebirth.note(error)
-            if not (error.transient or mended):
+            if not (error.transient or self._rebirth.note(error)):
                 log.error("ingest ends: %s%s", error, f" ({error.hint})" if error.hint else "")
                 self._become("failed", error)
                 self._record_failure(error)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from walstream.config import Settings, quote
-from walstream.errors import LedgerError
+from walstream.errors import LedgerError, PublicationGone
 from walstream.protocol.messages import Relation
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class LedgerWatch:
         """Compare name, OID and publication.
 
         Raises:
-            LedgerError: what is called like the ledger is not the ledger, or it is not published any more.
+            LedgerError: what is called like the ledger is not the ledger.
+            PublicationGone: it is not published any more.
         """
         settings, ledger = self._settings, self._settings.ledger
         connection = self._connect()
@@ -92,10 +93,11 @@ class LedgerWatch:
                 " `walstream adopt`",
             )
         if not row[1]:
-            raise LedgerError(
+            statement = f"ALTER PUBLICATION {quote(settings.publication)} ADD TABLE {ledger.qualified}"
+            raise PublicationGone(
                 f"inserts into {ledger.qualified} are not published by {settings.publication!r} any more",
-                hint=f"ALTER PUBLICATION {quote(settings.publication)} ADD TABLE {ledger.qualified};"
-                " rows written meanwhile are found by the reconciler at the next start",
+                statement=statement,
+                hint=f"{statement}; rows written meanwhile are found in the ledger at the next start",
             )
 
     def mapped(self) -> bool:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final
 import psycopg2
 
 from walstream.config import Settings, quote
-from walstream.errors import ConfigError, SlotError, SlotGone, Unavailable, WalstreamError
+from walstream.errors import ConfigError, PublicationGone, SlotError, SlotGone, Unavailable, WalstreamError
 from walstream.ledger.identity import Identity
 from walstream.lsn import format_lsn
+from walstream.source.failures import classify
 
 from .birth import Birth, BirthStopped, Born, InTheWay, SlotMaker
 from .leadership import Lease
@@ -64,7 +65,7 @@ class Rebirth:
         self._preflight = preflight
         self._maker = maker
         self._stopped = stopped
-        self._refused: SlotGone | None = None
+        self._refused: SlotGone | PublicationGone | None = None
         self._failed = 0
         self._births: deque[float] = deque()
 
@@ -73,14 +74,16 @@ class Rebirth:
         """Whether the configuration leaves it to `run`."""
         return self._settings.recover_slot == "auto"
 
-    def note(self, error: SlotGone) -> bool:
-        """A stream ended with ``error``; ``True`` if the next session will mend it.
+    def note(self, error: WalstreamError) -> bool:
+        """A session ended with ``error``; ``True`` if the next one will try to mend it.
 
         The look before that session may find nothing wrong: a publication that is younger than the slot's position, or
         a WAL file that is missing, shows only when the slot is read.
         """
+        if not isinstance(error, (SlotGone, PublicationGone)) or error is self._refused or not self.automatic:
+            return False  # also one that this very object has raised: it could not be mended
         self._refused = error
-        return self.automatic
+        return True
 
     def ensure(
         self,
@@ -107,6 +110,7 @@ class Rebirth:
         """
         moved, cause = self._look(connection, identity)
         if cause is None:
+            self._refused = None
             return moved
         if not self.automatic:
             raise SlotError(cause, hint="recover_slot is `never`: run `walstream init`, which loses no event")
@@ -127,14 +131,40 @@ class Rebirth:
 
     def _look(self, connection: Connection, identity: Identity) -> tuple[bool, str | None]:
         """Whether somebody has moved the slot, and why a new one is needed (``None`` if none is)."""
-        moved, gone = False, self._refused
+        moved, cause = False, str(self._refused) if isinstance(self._refused, SlotGone) else None
+        published = False
         try:
-            moved = self._preflight(self._settings, connection)
+            try:
+                moved = self._preflight(self._settings, connection)
+            except PublicationGone as error:
+                self._publish(connection, error)
+                published = True
+                moved = self._preflight(self._settings, connection)
+                if error.statement.startswith("CREATE"):
+                    cause = str(error)  # the slot is older than the new one, and can read nothing through it
         except SlotGone as error:
-            gone = error
+            cause = str(error)
         if identity.slot_state != "ready":
-            return moved, f"its birth was cut short (state {identity.slot_state})"
-        return moved, None if gone is None else str(gone)
+            cause = f"its birth was cut short (state {identity.slot_state})"
+        return moved or published or isinstance(self._refused, PublicationGone), cause
+
+    def _publish(self, connection: Connection, error: PublicationGone) -> None:
+        """Put the publication right, if that is left to us and this login may.
+
+        Raises:
+            PublicationGone: it is not, or it may not.
+        """
+        self._refused = error
+        if not self.automatic:
+            raise error
+        try:
+            with connection.cursor() as cur:
+                cur.execute(error.statement)
+        except psycopg2.errors.InsufficientPrivilege as refused:
+            raise error from refused
+        except psycopg2.Error as failed:
+            raise classify(failed, doing=error.statement) from failed
+        log.warning("%s; done: %s", error, error.statement)
 
     def _bear(self, connection: Connection, lease: Lease, cause: str, on_filled: Callable[[], None]) -> Born:
         birth = Birth(

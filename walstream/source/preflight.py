@@ -12,7 +12,7 @@ import psycopg2
 from psycopg2.extensions import connection as Connection
 
 from walstream.config import Settings, quote
-from walstream.errors import ConfigError, LedgerError, SlotError, SlotGone, Unavailable
+from walstream.errors import ConfigError, LedgerError, PublicationGone, SlotError, SlotGone, Unavailable
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.source.connection import replication_connect
 from walstream.source.facts import (
@@ -26,7 +26,12 @@ from walstream.source.facts import (
     slot_facts,
 )
 from walstream.source.failures import classify
-from walstream.source.publications import add_table_statement, alter_statement, set_table_statement
+from walstream.source.publications import (
+    add_table_statement,
+    alter_statement,
+    create_statement,
+    set_table_statement,
+)
 from walstream.source.slots import PLUGIN
 from walstream.source.table_facts import (
     INTEGER_TYPES,
@@ -164,8 +169,9 @@ def check_publication(settings: Settings, publication: PublicationFacts | None, 
     """Every insert into the ledger is sent, whole."""
     ledger, name = settings.ledger, settings.publication
     if publication is None:
-        raise ConfigError(
+        raise PublicationGone(
             f"there is no publication {quote(name)} in this database",
+            statement=create_statement(name, ledger, via_root=table.partitioned),
             hint=f"{_INIT}; a publication has to be older than the slot, so `init` also renews the slot",
         )
     if "insert" not in publication.operations:
@@ -187,9 +193,10 @@ def check_publication(settings: Settings, publication: PublicationFacts | None, 
     for oid in wanted:
         sent = publication.table(oid)
         if sent is None:
-            raise ConfigError(
+            raise PublicationGone(
                 f"publication {quote(name)} does not hold {ledger.qualified} (OID {oid}): nothing written to it is "
                 "streamed. If the table was swapped or recreated, the publication still follows the old one",
+                statement=add_table_statement(name, ledger),
                 hint=f"{add_table_statement(name, ledger)}; rows written meanwhile are found by the reconciler",
             )
         if sent.row_filter:

@@ -372,9 +372,7 @@ class ReplicationStream:
     def _failed(self, error: BaseException) -> WalstreamError:
         failure = classify(error, doing=self._doing)
         if isinstance(error, psycopg2.Error) and error.pgcode == UNDEFINED_OBJECT and "publication" in str(error):
-            with contextlib.suppress(psycopg2.Error):  # the error ended the stream, not the connection
-                self._reader.execute("SELECT 1 FROM pg_publication WHERE pubname = %s", (self._publication,))
-                failure = self._younger(str(failure)) if self._reader.fetchone() else failure
+            failure = self._younger(str(failure))
         self.close()
         return failure
 
@@ -392,8 +390,8 @@ class ReplicationStream:
 
     def _younger(self, words: str) -> SlotGone:
         return SlotGone(
-            f"{words}. The publication is younger than the slot's position: decoding uses the catalogues as they were "
-            "when each change was made",
+            f"{words}. If it is there now, it is younger than the slot's position: decoding uses the catalogues as "
+            "they were when each change was made",
             hint=f"SELECT pg_drop_replication_slot('{self._slot}'), then `walstream init`; the reconciler takes what "
             "the slot could not deliver from the ledger",
         )
