@@ -10,8 +10,9 @@ import pytest
 
 from tests.conftest import Server
 from tests.integration.test_runner_failures import Effect, effects
-from tests.runner_world import World, eventually, world_on
+from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
+from walstream.engine.lanes import lane_of
 from walstream.engine.projector import FunctionProjector
 from walstream.errors import ConfigError
 from walstream.event import Event
@@ -287,3 +288,35 @@ def test_a_lease_that_is_not_renewed_ends_here_too(world: World) -> None:
     world.add("x")
     with pytest.raises(AssertionError):
         eventually(lambda: len(projector.done) > 1, timeout=0.7)
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_lanes_that_left_come_back_though_one_never_noticed_why(world: World, busy: int) -> None:
+    """A pause, or the lapse of a lease, that is over before a busy lane looks: the others have left by then. They were
+    gone for good, and the projector went on with one lane, or none, and looked well."""
+    session = next(each for each in SESSIONS if lane_of(each.encode(), 3) == busy)
+    projector = FaultyProjector("p", lanes=3)
+    world.start(projector)
+    projector.open.clear()
+    world.add("held", session=session)
+    eventually(lambda: projector.batches, what="a lane that is busy")
+    wish = "UPDATE walstream.projectors SET desired = %s WHERE name = 'p'"
+    world.execute(wish, "paused")
+    # Lane 0 runs in the projector's own thread, which waits for the others once its lane has ended.
+    left = {"walstream-projector 'p', lane 1", "walstream-projector 'p', lane 2"} - {
+        f"walstream-projector 'p', lane {busy}"
+    }
+    eventually(lambda: not left & running(), what="the idle lanes have left")
+    world.execute(wish, "running")
+    time.sleep(0.5)  # several looks of the keeper
+    projector.open.set()
+    last = 0
+    for each in SESSIONS:
+        last = world.add("more", session=each)
+    eventually(lambda: world.reached("p", last), what="every lane goes on")
+    assert sorted(set(projector.done)) == list(range(1, last + 1))
+
+
+def running() -> set[str]:
+    """The names of this process's threads."""
+    return {thread.name for thread in threading.enumerate()}

@@ -54,7 +54,10 @@ class Duty:
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if the lane shall leave its work."""
-        if self._over or not self._runner.is_current(self.term):
+        # What one lane has seen holds for all: the lease may be good again, and the projector wanted again, before the
+        # next one looks, and would go on without those that have left.
+        self._over = self._over or not self._runner.is_current(self.term)
+        if self._over:
             raise Interrupted
 
     def sleep(self, seconds: float) -> None:
