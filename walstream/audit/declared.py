@@ -35,8 +35,36 @@ _VIOLATION: Final = """
                'lsn', commit_lsn, 'committed_at', committed_at, 'noticed_at', noticed_at))
       FROM {table} WHERE id > %s{more} ORDER BY id LIMIT %s"""
 
+# What the publication has to publish, and may not.
+_DEAF: Final = """
+    SELECT array_remove(ARRAY[CASE WHEN NOT pubupdate THEN 'update' END, CASE WHEN NOT pubdelete THEN 'delete' END,
+                              CASE WHEN NOT pubtruncate THEN 'truncate' END], NULL)
+      FROM pg_catalog.pg_publication WHERE pubname = %s"""
+
 Declared = tuple[int, Mapping[str, Any]]
 """(id, what a record says of it)"""
+
+
+def warn_if_deaf(settings: Settings) -> None:
+    """Say in the log that changes of the ledger are not streamed, if that is so.
+
+    Raises:
+        WalstreamError: of the connection.
+    """
+    if not settings.dsn:
+        return
+    connection = open_database(settings)
+    try:
+        rows = query(connection, _DEAF, (settings.publication,), doing="looking at the publication")
+    finally:
+        connection.close()
+    if rows and rows[0][0]:
+        log.warning(
+            "publication %r does not publish %s: who changes the ledger is not noticed before `walstream audit verify"
+            " --ledger` is run. `walstream init --audit` widens it",
+            settings.publication,
+            ", ".join(rows[0][0]),
+        )
 
 
 class Declarations:

@@ -26,7 +26,7 @@ from walstream.event import Event
 from . import gaps, order_facts
 from .archive import archive_at
 from .chain import Link
-from .declared import Declarations
+from .declared import Declarations, warn_if_deaf
 from .directory import Busy, Directory
 from .known import Known, another_event
 from .loading import load
@@ -96,6 +96,7 @@ class AuditTrail:
             TrailBroken: another event stands there in the order, or the files are damaged.
             RetryLater: directory or database are away.
         """
+        warn_if_deaf(settings)
         if not self.path.exists():
             return None  # a new one begins with the first event, if it is the first
         with self._patience(), self._directory.held() as changed:

@@ -9,6 +9,7 @@ from walstream.config import quote
 from walstream.figures import size
 from walstream.ledger.grants import run_checks
 
+from . import widening
 from .checks import INIT, Exam, Finding, identity_findings, judged
 from .plan import check_columns
 
@@ -81,25 +82,44 @@ def _is_ledger(exam: Exam, oid: int) -> bool:
 
 def replica_identity(exam: Exam) -> Iterator[Finding]:
     """With UPDATE or DELETE published and no identity, the server refuses them in the application's own session."""
+    from walstream.source.replica_identity import without_identity
+
     facts, published = exam.table, exam.publication
     if facts is None or published is None:
         return
     needs = [operation for operation in ("update", "delete") if operation in published.operations]
-    primary = any(index.primary for index in facts.indexes)
-    has = facts.replica_identity in ("f", "i") or (facts.replica_identity == "d" and primary)
+    bare = without_identity(exam.conn, [facts.oid]) if needs else []
     if not needs:
         yield Finding("replica identity", "ok", "not needed: neither update nor delete is published")
-    elif has:
+    elif not bare:
         yield Finding("replica identity", "ok", f"there, for {' and '.join(needs)}")
     else:
         name = quote(exam.settings.publication)
         yield Finding(
             "replica identity",
             "failed",
-            f"none, and {' and '.join(needs)} is published: the server refuses it in every session of the application",
+            f"{', '.join(bare)} has none, and {' and '.join(needs)} is published: the server refuses it in every"
+            " session of the application",
             f"ALTER PUBLICATION {name} SET (publish = 'insert, truncate'); or ALTER TABLE"
-            f" {exam.settings.ledger.qualified} REPLICA IDENTITY USING INDEX …",
+            f" {bare[0]} REPLICA IDENTITY USING INDEX …",
         )
+
+
+def tamper_alarm(exam: Exam) -> Iterator[Finding]:
+    """Whether the audit sink, where it is configured, is told of changes."""
+    if exam.publication is None or not widening.is_wanted(exam.settings, asked=False):
+        return
+    lacking = widening.missing(exam.publication)
+    if lacking:
+        yield Finding(
+            "tamper alarm",
+            "warning",
+            f"{exam.settings.publication} does not publish {', '.join(lacking)}: the audit sink does not notice who"
+            " changes the ledger",
+            INIT,
+        )
+    else:
+        yield Finding("tamper alarm", "ok", "every change of the ledger is published")
 
 
 def slot(exam: Exam) -> Iterator[Finding]:
@@ -181,6 +201,7 @@ CHECKS: Final[tuple[Callable[[Exam], Iterator[Finding]], ...]] = (
     table,
     publication,
     replica_identity,
+    tamper_alarm,
     slot,
     commit_timestamps,
     leftovers,

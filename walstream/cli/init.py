@@ -41,6 +41,7 @@ class Wishes:
         grants: the role that is to run the stream; ``worker``: the one that is to append; ``approver``: the one that
             is to decide approvals.
         partition_by: how the ledger's table is partitioned, if it is made.
+        audit: the publication publishes every change of the ledger.
         wait: seconds that the slot may wait for open transactions.
     """
 
@@ -50,6 +51,7 @@ class Wishes:
     worker: str | None
     approver: str | None
     partition_by: PartitionBy | None
+    audit: bool
     wait: float
 
 
@@ -95,6 +97,14 @@ def init(
             help="Make the ledger's table partitioned: by month of created_at, or by hash of session_id into N.",
         ),
     ] = None,
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Publish UPDATE, DELETE and TRUNCATE of the ledger as well, for the audit sink's tamper alarm; done by"
+            " itself where the configuration has the sink.",
+        ),
+    ] = False,
     wait: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="How long the slot may wait for transactions that are open."),
@@ -116,13 +126,13 @@ def init(
     from . import plan as planning
 
     by = None if partition_by is None else PartitionBy.parse(partition_by)
-    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, by, wait)
+    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, by, audit, wait)
     if sql and not settings.dsn:
-        _print_script(settings, planning.everything(settings, by), wishes)
+        _print_script(settings, planning.everything(settings, by, audit=audit), wishes)
         return
     with database(settings, "init", _SESSION) as conn:
         if sql or dry_run:
-            plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=by)
+            plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=by, audit=audit)
             if sql:
                 _print_script(settings, plan, wishes)
             else:
@@ -174,7 +184,9 @@ def _run_steps(settings: Settings, conn: Connection, wishes: Wishes) -> Plan:
         " the ledger's table, and replicate"
     )
     with changes(settings, conn, "init", hint) as cur:
-        plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=wishes.partition_by)
+        plan = planning.look(
+            conn, settings, from_now=wishes.from_now, partition_by=wishes.partition_by, audit=wishes.audit
+        )
         for step in plan.steps:
             for script in step.scripts:
                 cur.execute(script)

@@ -25,6 +25,8 @@ from walstream.ledger.identity import (
     require_same_stream,
 )
 
+from . import widening
+
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
 
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 
 JSON_TYPES: Final = frozenset({114, 3802})
 """OIDs of json and jsonb."""
+
+
+_WHY_WIDE: Final = (
+    ", so that the audit sink sees who changes the ledger (the application's own UPDATE and DELETE go on working)"
+)
 
 
 @dataclass(frozen=True)
@@ -67,20 +74,26 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def everything(settings: Settings, partition_by: PartitionBy | None = None) -> Plan:
+def everything(settings: Settings, partition_by: PartitionBy | None = None, *, audit: bool = False) -> Plan:
     """The plan for a database that was not looked at: all of it."""
     table = _table(settings, partition_by, datetime.now(UTC).date())
-    publication = _publication(settings, partition_by is not None)
+    publication = _publication(settings, partition_by is not None, widening.is_wanted(settings, audit))
     return Plan((table, *_schema(settings, 0), _identity(settings), publication), "new", False)
 
 
 def look(
-    conn: Connection, settings: Settings, *, from_now: bool = False, partition_by: PartitionBy | None = None
+    conn: Connection,
+    settings: Settings,
+    *,
+    from_now: bool = False,
+    partition_by: PartitionBy | None = None,
+    audit: bool = False,
 ) -> Plan:
     """The plan for this database. Changes nothing.
 
     Args:
         partition_by: how the ledger's table is partitioned if it has to be made.
+        audit: the publication is to publish every change, whether the sink is configured or not.
 
     Raises:
         ConfigError, SlotError, Unavailable: what is there contradicts the configuration, or cannot be worked with.
@@ -132,9 +145,12 @@ def look(
 
     notes: list[str] = []
     publication = publication_facts(conn, settings.publication)
+    wide = widening.is_wanted(settings, audit)
+    if wide and (publication is None or widening.missing(publication)):
+        widening.require_identities(conn, settings, publication, table)
     if publication is None:
         via_root = partition_by is not None if table is None else table.partitioned
-        steps.append(_publication(settings, via_root))
+        steps.append(_publication(settings, via_root, wide))
     elif table is None:
         if not publication.all_tables and settings.ledger.namespace not in publication.schemas:
             steps.append(_add_table(settings))
@@ -142,6 +158,8 @@ def look(
         check_publication(settings, publication, table)
     else:
         steps.append(_add_table(settings))
+    if wide and publication is not None and (lacking := widening.missing(publication)):
+        steps.append(_widened(settings, lacking))
     if publication is not None and publication.all_tables:
         notes.append(
             f"publication {settings.publication!r} is FOR ALL TABLES: everything that the database writes is sent here"
@@ -265,11 +283,21 @@ def _identity(settings: Settings) -> Step:
     return Step(f"identity of the ledger, environment {settings.environment!r}", (identity_sql(settings),))
 
 
-def _publication(settings: Settings, partitioned: bool) -> Step:
-    from walstream.source.publications import create_statement
+def _publication(settings: Settings, partitioned: bool, wide: bool) -> Step:
+    from walstream.source.publications import DEFAULT_OPERATIONS, OPERATIONS, create_statement
 
-    script = create_statement(settings.publication, settings.ledger, via_root=partitioned)
-    return Step(f"publication {quote(settings.publication)} for {settings.ledger.qualified}", (f"{script};",))
+    operations = OPERATIONS if wide else DEFAULT_OPERATIONS
+    script = create_statement(settings.publication, settings.ledger, operations=operations, via_root=partitioned)
+    what = f"publication {quote(settings.publication)} for {settings.ledger.qualified}"
+    return Step(what + (_WHY_WIDE if wide else ""), (f"{script};",))
+
+
+def _widened(settings: Settings, lacking: tuple[str, ...]) -> Step:
+    from walstream.source.publications import OPERATIONS, alter_statement
+
+    script = alter_statement(settings.publication, operations=OPERATIONS)
+    words = " and ".join(filter(None, (", ".join(lacking[:-1]), lacking[-1])))
+    return Step(f"publication {quote(settings.publication)} publishes {words} as well{_WHY_WIDE}", (f"{script};",))
 
 
 def _add_table(settings: Settings) -> Step:
