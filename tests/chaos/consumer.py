@@ -64,6 +64,11 @@ class Consumer:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def exit_code(self) -> int | None:
+        """How it ended; ``None`` while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def output(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 

@@ -16,7 +16,7 @@ from walstream.errors import ExitCode, Unavailable, WalstreamError
 from walstream.ledger.identity import Identity, check_identity
 from walstream.ledger.schema import require_schema
 from walstream.order.buffer import HotBuffer
-from walstream.source.connection import connect
+from walstream.source.connection import connect, watch_answers
 from walstream.source.failures import classify
 
 from .ingest_supervisor import IngestSupervisor, Ports
@@ -73,6 +73,7 @@ class Host:
         Raises:
             WalstreamError: configuration, identity or set-up that a retry cannot help.
         """
+        watch_answers()
         try:
             for companion in self._companions:
                 companion.start()

@@ -21,6 +21,7 @@ from psycopg2.extensions import make_dsn, parse_dsn
 from psycopg2.extras import LogicalReplicationConnection
 
 from walstream.errors import ConfigError
+from walstream.source.answers import LOOKOUT, AskingConnection
 from walstream.source.failures import classify
 
 PINNED: Final[Mapping[str, str]] = {
@@ -77,6 +78,12 @@ def connect(
     assert isinstance(made, Connection)
     made.autocommit = autocommit
     return made
+
+
+def watch_answers() -> None:
+    """From now on, in this process: who waits on a connection of :func:`connect` for an answer that cannot come any
+    more, because the server has forgotten the session, sees a lost connection (walstream/source/answers.py)."""
+    LOOKOUT.start()
 
 
 def replication_connect(
@@ -161,7 +168,7 @@ def _open(
         made = (
             psycopg2.connect(make_dsn(**parameters), connection_factory=LogicalReplicationConnection)
             if replication
-            else psycopg2.connect(make_dsn(**parameters))
+            else psycopg2.connect(make_dsn(**parameters), connection_factory=AskingConnection)
         )
     except psycopg2.Error as error:
         raise classify(error, doing=doing) from error
@@ -173,6 +180,8 @@ def _open(
                 pairs = (f"set_config({_literal(name)}, {_literal(value)}, false)" for name, value in sent.items())
                 cursor.execute(f"SELECT {', '.join(pairs)}")
             _verify(cursor, wanted, doing)
+            if isinstance(made, AskingConnection):
+                _look_after(made, cursor, parameters)
     except BaseException as error:
         made.close()
         if isinstance(error, psycopg2.Error):
@@ -204,6 +213,15 @@ def _verify(cursor: Any, wanted: Mapping[str, str], doing: str) -> None:
                 hint="something in the path (a pooler with ignore_startup_parameters?) drops the session settings: "
                 "connect to Postgres itself, or through a pooler in session mode that passes `options` on",
             )
+
+
+def _look_after(made: AskingConnection, cursor: Any, parameters: Mapping[str, Any]) -> None:
+    """Let whoever waits on it in vain be woken."""
+    cursor.execute("SELECT pg_catalog.pg_backend_pid(), pg_catalog.pg_postmaster_start_time()::text")
+    made.backend, made.server = cursor.fetchone()
+    beside = {**parameters, "application_name": "walstream:answers"}
+    made.again = lambda: psycopg2.connect(make_dsn(**beside))
+    LOOKOUT.add(made)
 
 
 def _literal(value: str) -> str:

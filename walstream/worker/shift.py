@@ -21,7 +21,7 @@ from walstream.errors import Fenced, JobRefused, LedgerError, WalstreamError
 from walstream.ledger.fold import load_fold
 from walstream.ledger.jobs import Jobs
 from walstream.order.wake import Listener, Notifier
-from walstream.source.connection import connect
+from walstream.source.connection import connect, watch_answers
 from walstream.source.failures import classify
 
 from .claims import Claims
@@ -118,6 +118,7 @@ class Shift:
 
     def start(self) -> None:
         """Start all threads."""
+        watch_answers()
         log.info(
             "working for agent %r as %s, with %d hands and leases of %g s",
             *(self._options.agent, self._owner, self._options.concurrency, self._options.lease_seconds),

@@ -1,0 +1,113 @@
+"""Who waits for an answer that cannot come is woken; who waits for one that takes long is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psycopg2
+import pytest
+from psycopg2.extensions import make_dsn
+
+from tests.chaos.network import Network
+from walstream.errors import ConnectionLost
+from walstream.postgres import PostgresServer
+from walstream.source.answers import AskingConnection, Lookout
+from walstream.source.connection import connect
+from walstream.source.failures import classify
+
+
+class Asking:
+    """A connection through a bad network, on which a thread waits."""
+
+    def __init__(self, server: PostgresServer, network: Network) -> None:
+        dsn = str(make_dsn(server.dsn(tcp=True), port=str(network.port)))
+        made = connect(dsn, application_name="test", connect_timeout=2)
+        assert isinstance(made, AskingConnection)
+        self.connection = made
+        self.error: BaseException | None = None
+        self.lookout = Lookout(patience=0.3, again=0.3)
+        self.lookout.add(made)
+
+    def ask(self, sql: str) -> threading.Thread:
+        thread = threading.Thread(target=self._ask, args=(sql,), daemon=True)
+        thread.start()
+        return thread
+
+    def _ask(self, sql: str) -> None:
+        try:
+            with self.connection.cursor() as cur:
+                cur.execute(sql)
+        except psycopg2.Error as error:
+            self.error = error
+
+    def look_until(self, ended: Callable[[], bool], seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not ended() and time.monotonic() < until:
+            self.lookout.look()
+            time.sleep(0.1)
+        return ended()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    with PostgresServer(durable=False) as made:
+        yield made
+
+
+@pytest.fixture
+def asking(server: PostgresServer) -> Iterator[tuple[Asking, Network]]:
+    with Network(server.port) as network:
+        yield Asking(server, network), network
+
+
+@pytest.mark.parametrize("told", ["server", "both"])
+@pytest.mark.parametrize("sql", ["SELECT 1", "COMMIT"])
+def test_a_session_that_the_server_has_forgotten_is_given_up(
+    asking: tuple[Asking, Network], told: str, sql: str
+) -> None:
+    """Whether it is gone there, or idle because it was never asked."""
+    one, network = asking
+    if told == "server":
+        assert network.half_open("server") == 1
+    else:
+        assert network.half_open("both") == 1
+    thread = one.ask(sql)
+    assert one.look_until(lambda: not thread.is_alive(), 10), "it waits still"
+    assert one.error is not None
+    assert isinstance(classify(one.error, doing="asking"), ConnectionLost)
+
+
+def test_a_commit_without_a_cursor_is_looked_after_too(asking: tuple[Asking, Network]) -> None:
+    one, network = asking
+    one.connection.autocommit = False
+    with one.connection.cursor() as cur:
+        cur.execute("SELECT 1")
+    network.half_open("server")
+
+    def commit() -> None:
+        with pytest.raises(psycopg2.OperationalError):
+            one.connection.commit()
+
+    thread = threading.Thread(target=commit, daemon=True)
+    thread.start()
+    assert one.look_until(lambda: not thread.is_alive(), 10), "it waits still"
+
+
+def test_a_statement_that_takes_long_is_left_alone(asking: tuple[Asking, Network]) -> None:
+    one, _ = asking
+    thread = one.ask("SELECT pg_sleep(2)")
+    assert one.look_until(lambda: not thread.is_alive(), 10)
+    assert one.error is None
+
+
+def test_nothing_is_given_up_while_nothing_is_known(asking: tuple[Asking, Network]) -> None:
+    """The network stands still: nobody can tell a session that is lost from one that is slow."""
+    one, network = asking
+    network.stall()
+    thread = one.ask("SELECT 1")
+    assert not one.look_until(lambda: not thread.is_alive(), 2)
+    network.mend()
+    assert one.look_until(lambda: not thread.is_alive(), 10)
+    assert one.error is None
