@@ -12,7 +12,6 @@ import pytest
 
 from tests.audit_files import event, record, records
 from tests.unit.test_audit_verify import EXAMPLE, Trail, with_erasure
-from walstream.audit import segments
 from walstream.audit.blanking import archived, blank, find, put_aside, ranges_of
 from walstream.audit.manifest import Manifest
 from walstream.audit.segments import remove_scratch, segments_in
@@ -93,7 +92,7 @@ def test_a_full_disk_leaves_the_segment_as_it_was(trail: Trail, monkeypatch: pyt
         def full(_descriptor: int) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(segments.os, "fsync", full)
+        patch.setattr("walstream.audit.segments.os.fsync", full)
         with pytest.raises(OSError, match="No space left"):
             blank(trail.directory, {erasure: [(5, 90)]}, manifest_of(trail))
     assert {each.path: each.path.read_bytes() for each in segments_in(trail.directory)} == before

@@ -176,6 +176,26 @@ def privileges(exam: Exam) -> Iterator[Finding]:
         yield Finding("grants", "ok", f"{exam.role.name} may read and write walstream's tables")
 
 
+def append_only(exam: Exam) -> Iterator[Finding]:
+    from walstream.ledger.append_only import standing
+
+    if exam.version == 0 or exam.table is None:
+        return
+    with exam.conn.cursor() as cur:
+        found = standing(cur, exam.settings)
+    name, fix = exam.settings.ledger.qualified, f"{INIT} --append-only, as the owner of the table"
+    if found.whole:
+        yield Finding("append-only", "ok", f"rows of {name} are changed and removed by declaration only")
+    elif not found.asked:
+        yield Finding("append-only", "ok", f"not enforced ({INIT} --append-only)")
+    else:
+        lacking = [
+            *(f"no trigger that always fires on {table}" for table in found.unguarded[:5]),
+            *(f"{role} may change rows" for role in found.roles),
+        ]
+        yield Finding("append-only", "warning", "; ".join(lacking), fix)
+
+
 def leftovers(exam: Exam) -> Iterator[Finding]:
     from walstream.source.tail_publication import leftovers as left_publications
 
@@ -202,6 +222,7 @@ CHECKS: Final[tuple[Callable[[Exam], Iterator[Finding]], ...]] = (
     publication,
     replica_identity,
     tamper_alarm,
+    append_only,
     slot,
     commit_timestamps,
     leftovers,

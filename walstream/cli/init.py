@@ -41,6 +41,7 @@ class Wishes:
         grants: the role that is to run the stream; ``worker``: the one that is to append; ``approver``: the one that
             is to decide approvals.
         partition_by: how the ledger's table is partitioned, if it is made.
+        append_only: nobody is to change rows of the ledger but by declaration.
         audit: the publication publishes every change of the ledger.
         wait: seconds that the slot may wait for open transactions.
     """
@@ -51,6 +52,7 @@ class Wishes:
     worker: str | None
     approver: str | None
     partition_by: PartitionBy | None
+    append_only: bool
     audit: bool
     wait: float
 
@@ -97,6 +99,13 @@ def init(
             help="Make the ledger's table partitioned: by month of created_at, or by hash of session_id into N.",
         ),
     ] = None,
+    append_only: Annotated[
+        bool,
+        typer.Option(
+            "--append-only",
+            help="Let nobody change or remove rows of the ledger, but `walstream erase` (privileges, trigger).",
+        ),
+    ] = False,
     audit: Annotated[
         bool,
         typer.Option(
@@ -126,13 +135,15 @@ def init(
     from . import plan as planning
 
     by = None if partition_by is None else PartitionBy.parse(partition_by)
-    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, by, audit, wait)
+    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, by, append_only, audit, wait)
     if sql and not settings.dsn:
-        _print_script(settings, planning.everything(settings, by, audit=audit), wishes)
+        _print_script(settings, planning.everything(settings, by, guard=append_only, audit=audit), wishes)
         return
     with database(settings, "init", _SESSION) as conn:
         if sql or dry_run:
-            plan = planning.look(conn, settings, from_now=wishes.from_now, partition_by=by, audit=audit)
+            plan = planning.look(
+                conn, settings, from_now=wishes.from_now, partition_by=by, guard=append_only, audit=audit
+            )
             if sql:
                 _print_script(settings, plan, wishes)
             else:
@@ -185,7 +196,12 @@ def _run_steps(settings: Settings, conn: Connection, wishes: Wishes) -> Plan:
     )
     with changes(settings, conn, "init", hint) as cur:
         plan = planning.look(
-            conn, settings, from_now=wishes.from_now, partition_by=wishes.partition_by, audit=wishes.audit
+            conn,
+            settings,
+            from_now=wishes.from_now,
+            partition_by=wishes.partition_by,
+            guard=wishes.append_only,
+            audit=wishes.audit,
         )
         for step in plan.steps:
             for script in step.scripts:

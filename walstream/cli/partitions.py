@@ -178,11 +178,13 @@ def _next(settings: Settings, conn: Connection, ahead: int, outcome: Outcome, *,
 
 def _first_missing(cur: Cursor, settings: Settings, ahead: int, outcome: Outcome) -> tuple[str, list[str]] | None:
     """The name of the first partition that is to be made, and how; notes what stands in the way of others."""
-    from walstream.ledger import partition_layout
+    from walstream.ledger import append_only, partition_layout
     from walstream.ledger import partitions as ledger_partitions
 
     ledger = settings.ledger
     layout = _layout(cur, settings, ahead)
+    guarded = append_only.standing(cur, settings).asked
+    guard = [append_only.statement(settings)] if guarded else []  # what is new, or was lifted, is guarded as the rest
     cur.execute("SELECT current_user::text")
     row: Any = cur.fetchone()
     owner = None if layout.owner == row[0] else layout.owner
@@ -195,14 +197,16 @@ def _first_missing(cur: Cursor, settings: Settings, ahead: int, outcome: Outcome
         default = layout.default
         rows = 0 if default is None else partition_layout.rows_in_default(cur, ledger, default, month)
         if default is None or not rows:
-            outcome.scripts[str(month)] = ledger_partitions.attach_statements(
-                ledger, month, owner, hold_writers=default is not None and month.first == layout.present.replace(day=1)
-            )
+            hold = default is not None and month.first == layout.present.replace(day=1)
+            attach = ledger_partitions.attach_statements(ledger, month, owner, hold_writers=hold)
+            outcome.scripts[str(month)] = attach + guard
             return name, outcome.scripts[str(month)]
         columns = _stored_columns(cur, settings)
         refresh = ledger_partitions.refresh_statements(cur, settings.publication)
         outcome.held[str(month)] = rows
-        outcome.scripts[str(month)] = ledger_partitions.move_statements(ledger, month, default, columns, owner, refresh)
+        lift = append_only.lift_statement(settings, default.name) if guarded else None
+        moved = ledger_partitions.move_statements(ledger, month, default, columns, owner, refresh, lift)
+        outcome.scripts[str(month)] = moved + guard
     return None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings, quote
 from walstream.errors import ConfigError, SlotError
-from walstream.ledger import functions, partition_layout, partitions, schema
+from walstream.ledger import append_only, functions, partition_layout, partitions, schema
 from walstream.ledger.existing import check_existing
 from walstream.ledger.identity import (
     Cluster,
@@ -74,11 +74,17 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def everything(settings: Settings, partition_by: PartitionBy | None = None, *, audit: bool = False) -> Plan:
+def everything(
+    settings: Settings, partition_by: PartitionBy | None = None, *, guard: bool = False, audit: bool = False
+) -> Plan:
     """The plan for a database that was not looked at: all of it."""
     table = _table(settings, partition_by, datetime.now(UTC).date())
-    publication = _publication(settings, partition_by is not None, widening.is_wanted(settings, audit))
-    return Plan((table, *_schema(settings, 0), _identity(settings), publication), "new", False)
+    wide = widening.is_wanted(settings, audit)
+    publication = _publication(settings, partition_by is not None, wide)
+    steps = [table, *_schema(settings, 0), _identity(settings), publication]
+    if guard:
+        steps.append(_append_only(settings))
+    return Plan(tuple(steps), "new", False)
 
 
 def look(
@@ -87,12 +93,14 @@ def look(
     *,
     from_now: bool = False,
     partition_by: PartitionBy | None = None,
+    guard: bool = False,
     audit: bool = False,
 ) -> Plan:
     """The plan for this database. Changes nothing.
 
     Args:
         partition_by: how the ledger's table is partitioned if it has to be made.
+        guard: the ledger is to be append-only. Where it was made so, what is missing of that is made in any case.
         audit: the publication is to publish every change, whether the sink is configured or not.
 
     Raises:
@@ -119,6 +127,7 @@ def look(
         today = row[0]
         if schema.brings_ledger(version):
             check_existing(cur, settings)
+        guarded = append_only.standing(cur, settings)
     if identity is not None:
         _check_identity(identity, settings, server)
 
@@ -165,6 +174,8 @@ def look(
             f"publication {settings.publication!r} is FOR ALL TABLES: everything that the database writes is sent here"
             " and thrown away; one of its own, for the ledger's table alone, is better"
         )
+    if (guard or guarded.asked) and not guarded.whole:
+        steps.append(_append_only(settings))
     birth, drop = _birth(identity, slot_facts(conn, settings.slot), server, publication is None)
     return Plan(tuple(steps), birth, drop, tuple(notes))
 
@@ -281,6 +292,10 @@ def _check_partitioning(settings: Settings, wanted: PartitionBy, layout: Layout 
 
 def _identity(settings: Settings) -> Step:
     return Step(f"identity of the ledger, environment {settings.environment!r}", (identity_sql(settings),))
+
+
+def _append_only(settings: Settings) -> Step:
+    return Step(f"{settings.ledger.qualified} append-only", (append_only.statement(settings),))
 
 
 def _publication(settings: Settings, partitioned: bool, wide: bool) -> Step:

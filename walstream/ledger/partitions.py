@@ -133,6 +133,7 @@ def move_statements(
     columns: tuple[str, ...],
     owner: str | None = None,
     refresh: tuple[str, ...] = (),
+    lift: str | None = None,
 ) -> list[str]:
     """The same where the default partition holds rows of that month: they are moved, unseen by the stream, because they
     go into a table that is not part of the ledger yet. For one transaction; who writes to the ledger, or reads its
@@ -141,6 +142,7 @@ def move_statements(
     Args:
         columns: all that are not generated.
         refresh: what :func:`refresh_statements` returned.
+        lift: what lets rows of the default partition go, where the ledger is append-only.
     """
     name, created_at = month_name(ledger, month), quote(ledger.columns.created_at)
     listed = ", ".join(map(quote, columns))
@@ -148,6 +150,7 @@ def move_statements(
         _hold_writers(ledger),
         f"LOCK TABLE {default.name} IN ACCESS EXCLUSIVE MODE;",
         *_beside(ledger, name, owner),
+        *([] if lift is None else [lift]),
         f"WITH moved AS (\n    DELETE FROM {default.name} WHERE {created_at} >= '{month.low}' AND {created_at} <"
         f" '{month.high}' RETURNING *\n)\nINSERT INTO {name} ({listed}) SELECT {listed} FROM moved;",
         _attach(ledger, month),

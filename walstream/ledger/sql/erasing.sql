@@ -256,8 +256,56 @@ BEGIN
 END
 $walstream_body$;
 
+-- Makes the ledger append-only, or what is new of it: every partition. Nobody but its owner keeps a privilege to change
+-- rows, and a trigger stops the owner, too, also where session_replication_role skips others. Idempotent; for the owner.
+CREATE OR REPLACE FUNCTION $namespace.make_append_only() RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $walstream_body$
+DECLARE
+    v_root CONSTANT regclass := $table_name;
+    v_rows CONSTANT name := 'append_only_' || md5($namespace_name);
+    v_all CONSTANT name := 'append_only_truncate_' || md5($namespace_name);
+    v_table regclass;
+    v_trigger name;
+    v_role text;
+BEGIN
+    FOR v_table IN
+        SELECT v_root UNION ALL SELECT t.relid FROM pg_partition_tree(v_root) AS t WHERE t.relid <> v_root
+    LOOP
+        -- The one for rows is cloned to partitions by the server, the one for TRUNCATE is not.
+        IF v_table = v_root AND NOT EXISTS (
+            SELECT FROM pg_trigger AS g WHERE g.tgrelid = v_root AND g.tgname = v_rows
+        ) THEN
+            EXECUTE format('CREATE TRIGGER %I BEFORE UPDATE OR DELETE ON %s FOR EACH ROW'
+                           ' EXECUTE FUNCTION %s.keep_append_only()', v_rows, v_table, $namespace_name);
+        END IF;
+        IF NOT EXISTS (SELECT FROM pg_trigger AS g WHERE g.tgrelid = v_table AND g.tgname = v_all) THEN
+            EXECUTE format('CREATE TRIGGER %I BEFORE TRUNCATE ON %s FOR EACH STATEMENT'
+                           ' EXECUTE FUNCTION %s.keep_append_only()', v_all, v_table, $namespace_name);
+        END IF;
+        FOR v_trigger IN
+            SELECT g.tgname FROM pg_trigger AS g
+             WHERE g.tgrelid = v_table AND g.tgname IN (v_rows, v_all) AND g.tgenabled <> 'A'
+        LOOP
+            EXECUTE format('ALTER TABLE ONLY %s ENABLE ALWAYS TRIGGER %I', v_table, v_trigger);
+        END LOOP;
+        FOR v_role IN
+            SELECT DISTINCT CASE x.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(x.grantee)) END
+              FROM pg_class AS c CROSS JOIN LATERAL (
+                       SELECT a.grantee, a.privilege_type FROM aclexplode(c.relacl) AS a
+                        UNION ALL
+                       SELECT a.grantee, a.privilege_type FROM pg_attribute AS t, aclexplode(t.attacl) AS a
+                        WHERE t.attrelid = c.oid
+                   ) AS x
+             WHERE c.oid = v_table AND x.grantee <> c.relowner AND x.privilege_type IN ('UPDATE', 'DELETE', 'TRUNCATE')
+        LOOP
+            EXECUTE format('REVOKE UPDATE, DELETE, TRUNCATE ON %s FROM %s CASCADE', v_table, v_role);
+        END LOOP;
+    END LOOP;
+END
+$walstream_body$;
+
 -- Whoever may call them may take away what an agent did, so nobody may until it is granted.
-REVOKE ALL ON FUNCTION $namespace.order_erasures(), $namespace.keep_append_only(),
+REVOKE ALL ON FUNCTION $namespace.order_erasures(), $namespace.keep_append_only(), $namespace.make_append_only(),
     $namespace.sessions_to_erase(text, boolean) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.erasure_preview(text, boolean),
     $namespace.erase_session(text, text, text, text, boolean) FROM PUBLIC;
