@@ -333,7 +333,7 @@ def test_fields_of_status_that_operations_explains_exist() -> None:
         "projectors[]": standing.ProjectorStanding,
     }
     known = {f"{part}.{field.name}" for part, kind in parts.items() for field in fields(kind)}
-    known |= {"order.head", "problems", "ledger.epoch", "ledger.slot_state"}
+    known |= {"order.head", "problems", "ledger.epoch", "ledger.slot_state", "violations.records"}
     rows = table_rows(section("docs/operations.md", "What to watch"))
     named = {name for row in rows for name in ticked(row[0])}
     assert named - known == set()

@@ -11,7 +11,7 @@ import typer
 
 from walstream.errors import ConfigError, ExitCode
 
-from . import console
+from . import console, violations
 from .options import Json, takes_settings
 from .session import PATIENT, installed
 
@@ -62,6 +62,7 @@ def register(app: typer.Typer) -> None:
     group.command()(show)
     group.command()(export)
     group.command()(keygen)
+    violations.register(group)
     app.add_typer(group, name="audit")
 
 

@@ -12,6 +12,8 @@ from walstream.ledger.identity import Identity, read_identity
 from .approvals import OpenApprovals, count_open
 from .handoffs import count_dead
 from .jobs import JobCount, count_jobs
+from .violations import OpenViolations
+from .violations import count_open as open_violations
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -102,6 +104,7 @@ class Standing:
     problems: tuple[str, ...] = field(default=())
     jobs: tuple[JobCount, ...] = field(default=())
     approvals: OpenApprovals = field(default=OpenApprovals())
+    violations: OpenViolations = field(default=OpenViolations())
 
     def document(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -122,6 +125,7 @@ class Standing:
             "projectors": [asdict(projector) for projector in self.projectors],
             "jobs": [asdict(jobs) for jobs in self.jobs],
             "approvals": asdict(self.approvals),
+            "violations": asdict(self.violations),
             "problems": list(self.problems),
         }
 
@@ -146,8 +150,11 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
     problems = _problems(identity, slot, ingest, projectors)
     if dead := count_dead(conn, settings):
         problems.append(f"handoffs without a job, which wait for a person: {dead} (`walstream handoffs dead`)")
+    violations = open_violations(conn, settings)
+    if violations.records:
+        problems.insert(0, violations.problem)
     jobs, approvals = count_jobs(conn, settings), count_open(conn, settings)
-    return Standing(identity, head, slot, ingest, projectors, tuple(problems), jobs, approvals)
+    return Standing(identity, head, slot, ingest, projectors, tuple(problems), jobs, approvals, violations)
 
 
 def _slot(cur: Cursor, name: str) -> SlotStanding:
