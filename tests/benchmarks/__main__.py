@@ -7,6 +7,7 @@ import sys
 from typing import Final
 
 _NAMES: Final = {
+    "drain": "draining a backlog through the slot, beside pg_recvlogical and other clients",
     "ceiling": "what an event costs the client alone, without a walsender's noise",
     "decode": "what decoding a message costs",
     "append": "what append() costs beside an INSERT",
