@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -165,10 +166,11 @@ class Faults:
         ]
         stage.execute("DROP PUBLICATION walstream")
         time.sleep(seconds)
-        stage.execute(
-            f"CREATE PUBLICATION walstream FOR TABLE agent_events WITH (publish = '{', '.join(published)}',"
-            f" publish_via_partition_root = {shape[-1]})"
-        )
+        with contextlib.suppress(psycopg2.errors.DuplicateObject):  # the consumer may have made it by itself
+            stage.execute(
+                f"CREATE PUBLICATION walstream FOR TABLE agent_events WITH (publish = '{', '.join(published)}',"
+                f" publish_via_partition_root = {shape[-1]})"
+            )
         return time.monotonic()
 
     def _inject_publication_emptied(self, seconds: float) -> float:

@@ -291,6 +291,20 @@ def test_append_and_side_effect_commit_together(ledger: Database, start: type[Pr
         ) == [(seq, True, "tool.observed", "LH 400")]
 
 
+def test_rehearsed_projector(ledger: Database) -> None:
+    """As a user runs it: by pytest, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "rehearsed_projector.py"],
+        cwd=EXAMPLES,
+        env={**os.environ, "WALSTREAM_DSN": ledger.dsn, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
 def test_every_example_is_in_the_index_and_runs_in_a_test() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     # The one that verifies an audit trail runs on the trails of its own tests.

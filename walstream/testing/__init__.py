@@ -1,5 +1,5 @@
-"""What users' tests and our own share: events made by hand, an order in memory, a projector that fails on demand, and
-checks of folds and of the windows that they make."""
+"""What users' tests and our own share: events made by hand, an order in memory, a projector that fails on demand, a
+rehearsal that kills a projector again and again, and checks of folds and of the windows that they make."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from .provider import check_messages as check_messages
     from .purity import assert_pure as assert_pure
     from .purity import check_fold as check_fold
+    from .rehearsal import FAULTS as FAULTS
+    from .rehearsal import rehearse as rehearse
 
 # Loaded when they are first asked for: a process that checks a fold needs nothing of the engine.
 _HOMES = {
+    "FAULTS": "rehearsal",
     "FaultyProjector": "faulty",
     "MemoryOrder": "memory",
     "MemorySource": "memory",
@@ -28,6 +31,7 @@ _HOMES = {
     "deliver": "events",
     "make_context": "events",
     "make_event": "events",
+    "rehearse": "rehearsal",
 }
 
 __all__ = sorted(_HOMES)
