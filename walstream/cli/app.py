@@ -32,6 +32,7 @@ COMMANDS: Final[tuple[str, ...]] = (
     "worker",
     "status",
     "guard",
+    "slot",
     "import_",
     "tail",
     "sessions",

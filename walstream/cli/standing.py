@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings, quote
+from walstream.engine.episodes import Episode, latest
 from walstream.ledger.identity import Identity, read_identity
 
 from .approvals import OpenApprovals, count_open
@@ -105,6 +106,7 @@ class Standing:
     jobs: tuple[JobCount, ...] = field(default=())
     approvals: OpenApprovals = field(default=OpenApprovals())
     violations: OpenViolations = field(default=OpenViolations())
+    recoveries: tuple[Episode, ...] = field(default=())
 
     def document(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -126,6 +128,7 @@ class Standing:
             "jobs": [asdict(jobs) for jobs in self.jobs],
             "approvals": asdict(self.approvals),
             "violations": asdict(self.violations),
+            "recoveries": [each.document() for each in self.recoveries],
             "problems": list(self.problems),
         }
 
@@ -154,7 +157,8 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
     if violations.records:
         problems.insert(0, violations.problem)
     jobs, approvals = count_jobs(conn, settings), count_open(conn, settings)
-    return Standing(identity, head, slot, ingest, projectors, tuple(problems), jobs, approvals, violations)
+    recoveries = tuple(latest(conn, settings))
+    return Standing(identity, head, slot, ingest, projectors, tuple(problems), jobs, approvals, violations, recoveries)
 
 
 def _slot(cur: Cursor, name: str) -> SlotStanding:

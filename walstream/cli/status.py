@@ -153,6 +153,9 @@ def render(standing: Standing) -> RenderableType:
         f"confirmed {ingest.confirmed_lsn or 'nothing'}, {ingest.events:,} events, {ingest.recovered:,} recovered,"
         f" {ingest.violations:,} violations",
     )
+    if standing.recoveries:
+        last = standing.recoveries[0]
+        line("recovery", f"{last.ended_at:%Y-%m-%d %H:%M:%S%z}, {last.kind}, {last.filled}: {last.cause}")
     line("order", f"head at offset {standing.head:,}")
     if standing.jobs:
         line("jobs", in_words(standing.jobs))

@@ -28,12 +28,13 @@ from walstream.ledger.identity import SlotState
 from walstream.lsn import format_lsn
 from walstream.metrics import METRICS
 from walstream.order.reconcile import fill, missing_seqs
-from walstream.order.segment import Segment
 from walstream.order.table import query
 from walstream.order.writer import OrderWriter
 from walstream.source.connection import connect
 from walstream.source.failures import classify
 
+from . import episodes
+from .episodes import Filled
 from .leadership import Lease
 
 if TYPE_CHECKING:
@@ -92,33 +93,6 @@ class Progress(Protocol):
 
     def waiting(self, blockers: Sequence[InTheWay]) -> None:
         """The slot cannot be made yet: these transactions are open."""
-
-
-@dataclass(frozen=True)
-class Filled:
-    """What a birth took from the table; all 0 if that was nothing."""
-
-    events: int = 0
-    first_offset: int = 0
-    last_offset: int = 0
-    min_seq: int = 0
-    max_seq: int = 0
-
-    def plus(self, segment: Segment) -> Filled:
-        """With one more segment, which continues it."""
-        seqs = segment.seqs
-        if not self.events:
-            return Filled(len(seqs), segment.first_offset, segment.next_offset - 1, min(seqs), max(seqs))
-        lowest, highest = min(self.min_seq, *seqs), max(self.max_seq, *seqs)
-        return Filled(self.events + len(seqs), self.first_offset, segment.next_offset - 1, lowest, highest)
-
-    def __str__(self) -> str:
-        if not self.events:
-            return "no event"
-        return (
-            f"{self.events:,} events (seq {self.min_seq} to {self.max_seq}, offsets {self.first_offset} to"
-            f" {self.last_offset})"
-        )
 
 
 @dataclass(frozen=True)
@@ -184,6 +158,7 @@ class Birth:
         self._writer = OrderWriter(conn, settings.namespace, lease.generation)
         self._floor_seq: int | None = None
         self._proven_seq: int | None = None
+        self._given_up: frozenset[int] = frozenset()
         self.filled = Filled()
         """What was ordered so far, also by an attempt that failed."""
 
@@ -195,21 +170,35 @@ class Birth:
             SlotError, ConfigError: the slot cannot be made; the message says why.
             Fenced: another process took over.
         """
-        settings = self._settings
+        settings, conn = self._settings, self._conn
+        began_at = episodes.now(conn)
         self._become("creating")
         ((self._floor_seq, self._proven_seq),) = query(
-            self._conn,
+            conn,
             f"SELECT floor_seq, (SELECT proven_seq FROM {self._namespace}.ingest) FROM {self._namespace}.identity",
             doing="reading from where on rows are compared",
         )
-        self._maker.drop(settings, self._conn)
+        self._given_up = episodes.given_up(conn, settings)
+        self._maker.drop(settings, conn)
         self._before_the_slot()
         with self._maker.create(settings, timeout=self._timeout, on_wait=self._wait) as made:
             self._renew()
             self._become("filling", made)
             self._on_snapshot(made.snapshot)
             self._become("ready", made)
-        return Born(settings.slot, made.consistent_point, self.filled, self._floor_seq)
+            position = made.consistent_point
+        state, cause = self._shown
+        episodes.record(
+            conn,
+            settings,
+            "birth" if state == "init" else "rebirth",
+            cause or "walstream init",
+            self.filled,
+            began_at=began_at,
+            generation=self._lease.generation,
+            slot_lsn=position,
+        )
+        return Born(settings.slot, position, self.filled, self._floor_seq)
 
     # -- the passes ------------------------------------------------------------------------------------------------
 
@@ -260,7 +249,7 @@ class Birth:
 
     def _known(self, seqs: Sequence[int]) -> set[int]:
         self._renew()
-        return self._writer.known(seqs)
+        return self._writer.known(seqs) | self._given_up.intersection(seqs)
 
     def _wait(self, blockers: Sequence[InTheWay]) -> None:
         self._renew()

@@ -28,6 +28,7 @@ from walstream.ledger.identity import Identity
 from walstream.order.reconcile import MissingRow, in_commit_order, missing_seqs
 from walstream.order.table import ordered_seqs, query
 
+from . import episodes
 from .backlog import Recovered
 from .ingest import IngestSession
 from .orderer import Orderer
@@ -88,11 +89,13 @@ class Reconciler:
             self._came_below(connection, proven) or self._something_attached(connection, proven)
         ):
             proven = None
-        recovered = 0
+        recovered, ends = 0, (0, 0)
+        given_up = episodes.given_up(connection, settings)
+        began_at = episodes.now(connection)
         for seqs in missing_seqs(
             connection,
             settings.ledger,
-            lambda wanted: ordered_seqs(connection, settings.namespace, wanted),
+            lambda wanted: ordered_seqs(connection, settings.namespace, wanted) | given_up.intersection(wanted),
             wait=self._wait,
             floor_seq=self._identity.floor_seq,
             after_seq=proven,
@@ -100,6 +103,7 @@ class Reconciler:
             rows = in_commit_order(connection, settings.ledger, seqs)
             self._check_table()
             self._order(rows)
+            ends = (ends[0] if recovered else seqs[0], seqs[-1])  # they come ascending
             recovered += len(rows)
             log.warning(
                 "%d rows between seq %d and %d had no offset and got one now, flagged recovered: the slot %r did not"
@@ -111,6 +115,15 @@ class Reconciler:
             )
         if recovered:
             log.warning("the reconciler recovered %d events in all", recovered)
+            episodes.record(
+                connection,
+                settings,
+                "reconciler",
+                f"slot {settings.slot} did not deliver them",
+                episodes.Filled(recovered, min_seq=ends[0], max_seq=ends[1]),
+                began_at=began_at,
+                generation=self._generation,
+            )
         # All that is not above the new bound was ordered before this pass ended; what comes after it counts anew.
         candidate, self._candidate = self._candidate, None if top is None else (top, xmax)
         if (

@@ -14,7 +14,14 @@ from typing import Final
 from walstream.config import Settings, quote
 
 from .identity import literal
-from .schema import ALARM_VERSION, APPROVALS_VERSION, JOBS_VERSION, LEDGER_VERSION, PRUNING_VERSION
+from .schema import (
+    ALARM_VERSION,
+    APPROVALS_VERSION,
+    JOBS_VERSION,
+    LEDGER_VERSION,
+    PRUNING_VERSION,
+    RECOVERIES_VERSION,
+)
 
 # The privileges on each of walstream's tables. FOR SHARE on the fencing row needs UPDATE on it (documentation, SELECT,
 # "The Locking Clause"); compaction replaces order rows, so it deletes; erasures are declared by people, not by `run`.
@@ -70,7 +77,7 @@ APPROVER_TABLES: Final = ("migrations", "approvals")
 APPROVER_FUNCTIONS: Final = ("decide_approval", "wake_workers")
 
 
-def run_privileges(settings: Settings, version: int = ALARM_VERSION) -> dict[str, str]:
+def run_privileges(settings: Settings, version: int = RECOVERIES_VERSION) -> dict[str, str]:
     """Privileges by qualified table that `walstream run` needs on a schema of ``version``, but those on the ledger."""
     namespace, ledger = quote(settings.namespace), settings.ledger
     wanted = {f"{namespace}.{table}": privileges for table, privileges in PRIVILEGES.items()}
@@ -86,10 +93,12 @@ def run_privileges(settings: Settings, version: int = ALARM_VERSION) -> dict[str
         wanted[f"{namespace}.pruned_jobs"] = "SELECT"  # the router asks whether an event had a job
     if version >= ALARM_VERSION:
         wanted[f"{namespace}.ledger_catalogue"] = "SELECT, INSERT, UPDATE, DELETE"
+    if version >= RECOVERIES_VERSION:
+        wanted[f"{namespace}.recoveries"] = "SELECT, INSERT"
     return wanted
 
 
-def run_checks(settings: Settings, version: int = ALARM_VERSION) -> list[tuple[str, str, str | None]]:
+def run_checks(settings: Settings, version: int = RECOVERIES_VERSION) -> list[tuple[str, str, str | None]]:
     """The same one by one, for asking whether a role has them: table, privilege, and the column that it is for."""
     checks: list[tuple[str, str, str | None]] = []
     for table, privileges in run_privileges(settings, version).items():

@@ -47,6 +47,9 @@ ERASURES_VERSION: Final = 6
 ALARM_VERSION: Final = 7
 """What the tamper alarm needs: violations that the audit sink can read one by one, and what the catalogue said."""
 
+RECOVERIES_VERSION: Final = 8
+"""What writing down needs that the slot did not deliver something."""
+
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
 

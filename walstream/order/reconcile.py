@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
+from psycopg2.extensions import TRANSACTION_STATUS_IDLE
 from psycopg2.extensions import connection as Connection
 
 from walstream.config import LedgerTable, quote
+from walstream.errors import LedgerError, WalstreamError
 from walstream.lsn import parse_lsn
 from walstream.order.segment import Segment, size_codes
 from walstream.order.table import query, spelled
@@ -106,6 +108,7 @@ def in_commit_order(connection: Connection, ledger: LedgerTable, seqs: Sequence[
     seq. Rows that are gone by now are left out.
 
     Raises:
+        LedgerError: the server itself cannot read one of them; the message names it.
         WalstreamError: of the connection.
     """
     tracked = query(
@@ -124,13 +127,28 @@ def in_commit_order(connection: Connection, ledger: LedgerTable, seqs: Sequence[
     found: list[MissingRow] = []
     for start in range(0, len(seqs), _DETAILS):
         part = list(seqs[start : start + _DETAILS])
-        found += [
-            MissingRow(*row)
-            for row in query(connection, statement, (part,), doing=f"reading rows of {ledger.qualified} without offset")
-        ]
+        found += [MissingRow(*row) for row in _read(connection, statement, part, ledger.qualified)]
     # Without times (all 0) this is the order of seqs; with them a transaction stays together.
     found.sort(key=lambda row: (row.time_us, row.xid if row.time_us else 0, row.seq))
     return found
+
+
+def _read(connection: Connection, statement: str, seqs: list[int], table: str) -> list[tuple[Any, ...]]:
+    """The rows of ``seqs``. One that the server cannot turn into text (above 1 GB) is looked for, and named."""
+    try:
+        return query(connection, statement, (seqs,), doing=f"reading rows of {table} without offset")
+    except WalstreamError as error:
+        # In a transaction nothing more can be asked after an error.
+        if error.transient or connection.info.transaction_status != TRANSACTION_STATUS_IDLE:
+            raise
+        if len(seqs) == 1:
+            raise LedgerError(
+                f"the row with seq {seqs[0]} cannot be read by anybody: {error}",
+                hint=f"`walstream slot skip --seq {seqs[0]}` gives it up: it gets no offset, and that is on record",
+            ) from error
+        middle = len(seqs) // 2
+        halves = seqs[:middle], seqs[middle:]
+        return [row for half in halves for row in _read(connection, statement, half, table)]
 
 
 def fill(

@@ -283,8 +283,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         "undecodable",
         DecodeError,
         "the server itself cannot decode this change, and every retry will fail at the same place. Nothing was "
-        "acknowledged. After the cause is understood, that one transaction can be stepped over with `SELECT "
-        "pg_replication_slot_advance(slot, …)`; its events are then taken from the ledger by the reconciler",
+        "acknowledged. After the cause is understood, `walstream slot skip` steps over that one transaction: what of "
+        "it can be read is taken from the ledger, what cannot is given up, and that is on record",
         states=("54000", "22021", "22P05", "XX"),
         text="output plugin|associated LSN",
     ),
