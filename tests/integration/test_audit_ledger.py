@@ -285,7 +285,7 @@ def test_heads_in_a_table_notice_an_end_that_is_cut_off(world: World, directory:
 
 
 def test_a_sink_needs_no_more_than_to_add_to_the_table(world: World, directory: Path) -> None:
-    """The table as docs/audit.md makes it, with the grant that it gives."""
+    """The table as docs/audit.md makes it, with the grant that it gives, and what it reads of walstream's own."""
     role = f"sink_{secrets.token_hex(4)}"
     page = (Path(__file__).resolve().parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
     statements = (
@@ -294,6 +294,8 @@ def test_a_sink_needs_no_more_than_to_add_to_the_table(world: World, directory: 
     world.execute(f"CREATE ROLE {role} LOGIN")
     try:
         world.execute(statements)
+        world.execute(f"GRANT USAGE ON SCHEMA walstream TO {role}")
+        world.execute(f"GRANT SELECT ON walstream.migrations, walstream.erasures TO {role}")
         login = world.settings.model_copy(update={"dsn": world.database.server.dsn(world.database.name, role)})
         world.add_many(3)
         trail = AuditTrail(directory, heads_to="table:audit_heads")

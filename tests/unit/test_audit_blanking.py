@@ -7,14 +7,17 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.audit_files import event, record, records
 from tests.unit.test_audit_verify import EXAMPLE, Trail, with_erasure
+from walstream.audit import verifying
 from walstream.audit.blanking import archived, blank, find, put_aside, ranges_of
 from walstream.audit.manifest import Manifest
 from walstream.audit.segments import remove_scratch, segments_in
+from walstream.audit.verifying import verify
 
 
 @pytest.fixture
@@ -134,3 +137,27 @@ def test_copies_and_what_was_put_aside_are_named(trail: Trail) -> None:
 def test_ranges() -> None:
     assert ranges_of([]) == []
     assert ranges_of([1, 2, 3, 7, 9, 10]) == [(1, 3), (7, 7), (9, 10)]
+
+
+def test_a_stretch_verifies_though_the_erasure_stands_behind_it(trail: Trail) -> None:
+    erasure = with_erasure(trail, 5, 9)
+    blank(trail.directory, {erasure: [(5, 9)]}, manifest_of(trail))
+    report = verify(trail.directory, last=10)
+    assert (report.findings, report.blanked) == ([], 5)
+    assert report.last_n < erasure
+    other = with_erasure(trail, 50, 50)
+    blank(trail.directory, {other: [(6, 12)]}, manifest_of(trail))  # more than it declares
+    assert {each.n for each in verify(trail.directory, last=10).findings} == {10, 11, 12}
+
+
+def test_it_can_be_verified_while_payloads_are_erased(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the manifest and the look at a segment."""
+    erasure = with_erasure(trail, 5, 9)
+    check_all = verifying._check_all
+
+    def meanwhile(*arguments: Any) -> Any:
+        blank(trail.directory, {erasure: [(5, 9)]}, manifest_of(trail))
+        return check_all(*arguments)
+
+    monkeypatch.setattr(verifying, "_check_all", meanwhile)
+    assert trail.verify().findings == []

@@ -134,7 +134,7 @@ class Link:
             self.begins = first_offset_of(record)
             self.offset = self.begins - 1
         elif record.kind == ERASURE:
-            self.erasures[record.n] = _ranges(record)
+            self.erasures[record.n] = ranges_declared(record)
         if record.kind in TAKEN_OVER:
             note_id(self.ids, record)
         if record.erased_by is not None:
@@ -152,7 +152,7 @@ def note_id(ids: dict[str, int], record: Record) -> None:
         ids[record.kind] = max(id_, ids.get(record.kind, 0))
 
 
-def _ranges(record: Record) -> list[tuple[int, int]]:
+def ranges_declared(record: Record) -> list[tuple[int, int]]:
     """The records whose payload an erasure declares removed."""
     try:
         return [(int(first), int(last)) for first, last in orjson.loads(record.payload or b"{}")["records"]]

@@ -71,6 +71,12 @@ class Packer:
             self._thread.join(timeout)
         self._stopping = False
 
+    def put_down(self, timeout: float) -> bool:
+        """Wait for the work at hand and forget what came of it, since the files are to change; false if it goes on."""
+        self.finish(timeout)
+        self.take()
+        return self._thread is None or not self._thread.is_alive()
+
     def _work(self, segments: list[Segment], chain: str) -> None:
         for segment in segments:
             if self._stopping:

@@ -23,7 +23,7 @@ from walstream.config import Settings
 from walstream.errors import ConfigError, RetryLater, WalstreamError
 from walstream.event import Event
 
-from . import gaps, order_facts
+from . import erasing, gaps, order_facts
 from .archive import archive_at
 from .chain import Link
 from .declared import Declarations, warn_if_deaf
@@ -33,7 +33,7 @@ from .loading import load
 from .manifest import Manifest
 from .open_segment import OpenSegment
 from .packing import Packer
-from .record import CHAIN, FORMAT, VIOLATION, Pen
+from .record import CHAIN, ERASURE, FORMAT, VIOLATION, Pen
 from .segments import MiB, name_of, segments_in, sync_folder
 from .vouching import Voucher
 
@@ -212,7 +212,7 @@ class AuditTrail:
                 if os.path.samestat(found, os.fstat(open_.fd)) and found.st_size == open_.size:
                     return
         self._forget()
-        loaded = load(self.path)
+        loaded = erasing.settled(self.path, load(self.path), self._packer)
         self._manifest, self._unsettled = loaded.manifest, True
         if loaded.segment is not None:
             self._open = OpenSegment.taken_up(self.path, loaded)
@@ -244,10 +244,12 @@ class AuditTrail:
         if known:
             lines += [pen.other(VIOLATION, found, now) for found in self._records().compare(known)]
         expected = end + 1
+        erased = self._asking(settings).covered(events[len(known) :])
         for event in events[len(known) :]:
             if event.offset != expected:
                 lines += gaps.gone(pen, self.path, expected, event.offset - 1, settings, now)
-            lines.append(pen.event(event, now))
+            why = erased.get(event.seq) if erased else None
+            lines.append(pen.event(event, now) if why is None else erasing.gone(pen, event, why, now))
             expected = event.offset + 1
         if not lines:
             return
@@ -260,18 +262,28 @@ class AuditTrail:
 
     def _take_over(self, settings: Settings) -> None:
         """Put on record what the database says besides events; the chain says up to where it has that."""
-        declarations = self._declarations
-        if declarations is None:
-            declarations = self._declarations = Declarations(settings)
+        declarations = self._asking(settings)
         for _ in range(_ROUNDS):
             open_ = self._open
             assert open_ is not None
             pen, ids = Pen(open_.link.n, open_.link.hash), dict(open_.link.ids)
-            lines = declarations.lines(pen, ids, _now())
+            lines = declarations.lines(pen, ids, _now()) or erasing.taken_over(
+                declarations, pen, ids, self.path, self._manifest, _now()
+            )
             if not lines:
                 return
-            link = replace(open_.link, n=pen.n, hash=pen.hash, ids=ids)
+            link, before = replace(open_.link, n=pen.n, hash=pen.hash, ids=ids), open_.link.ids
             self._append(self._with_room(open_, settings), b"".join(lines), link)
+            if ids.get(ERASURE) != before.get(ERASURE):
+                self._refresh(True)  # takes the payloads out, and knows the files as they are then
+
+    def _asking(self, settings: Settings) -> Declarations:
+        if self._declarations is not None and self._declarations.settings is not settings:
+            self._declarations.close()
+            self._declarations = None
+        if self._declarations is None:
+            self._declarations = Declarations(settings)
+        return self._declarations
 
     def _with_room(self, open_: OpenSegment, settings: Settings) -> OpenSegment:
         """The segment to write to: another one, if this one is large or old enough."""
