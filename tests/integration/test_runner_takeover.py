@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from psycopg2.extensions import make_dsn
 
+from tests.chaos.network import Network
 from tests.conftest import Server
 from tests.integration.test_runner_failures import Effect, effects
 from tests.runner_world import SESSIONS, World, eventually, world_on
@@ -16,6 +18,7 @@ from walstream.engine.lanes import lane_of
 from walstream.engine.projector import FunctionProjector
 from walstream.errors import ConfigError
 from walstream.event import Event
+from walstream.postgres import PostgresServer
 from walstream.testing import FaultyProjector
 
 
@@ -315,6 +318,31 @@ def test_lanes_that_left_come_back_though_one_never_noticed_why(world: World, bu
         last = world.add("more", session=each)
     eventually(lambda: world.reached("p", last), what="every lane goes on")
     assert sorted(set(projector.done)) == list(range(1, last + 1))
+
+
+def test_a_transaction_that_only_the_server_still_knows_is_ended(server: Server) -> None:
+    """The lane's connection is reset on our side alone, in mid-transaction: what the server kept of it held the lane up
+    until the deadline, and with it the slot's restart_lsn, and whoever wanted to make a slot."""
+    if not isinstance(server, PostgresServer):
+        pytest.skip("needs a server that is reached by TCP on this machine")
+    with Network(server.port) as network, world_on(server) as world:
+
+        class Reset(FaultyProjector):
+            transactional = True
+
+            def effect(self, event: Event, ctx: Context) -> None:
+                assert event.offset == 1
+                ctx.cursor.execute("SELECT FROM walstream.cursors WHERE projector = 'p' FOR UPDATE")
+                if len(self.tries) == 1:
+                    network.half_open("client")
+
+        dsn = make_dsn(server.dsn(world.database.name, tcp=True), port=str(network.port))
+        projector = Reset("p")
+        world.start(projector, dsn=dsn, lease_seconds=60)  # so that nobody takes over from the lost connection
+        world.add("held")
+        eventually(lambda: projector.tries, what="the event")
+        eventually(lambda: world.reached("p", 1), timeout=10, what="it goes on")
+        assert projector.tries == [1, 1]
 
 
 def running() -> set[str]:

@@ -303,7 +303,13 @@ def test_configurations_that_are_shown_are_valid(page: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_environment_variables_that_are_named_exist(page: Path) -> None:
     known = {f"{ENV_PREFIX}{key.upper().replace('.', '__')}" for key, _ in keys(Settings)}
-    others = {"WALSTREAM_CONFIG", "WALSTREAM_TEST_DSN", "WALSTREAM_PG_BIN", "WALSTREAM_AUDIT_KEY"}
+    others = {
+        "WALSTREAM_CONFIG",
+        "WALSTREAM_TEST_DSN",
+        "WALSTREAM_TEST_IMAGE",
+        "WALSTREAM_PG_BIN",
+        "WALSTREAM_AUDIT_KEY",
+    }
     others |= set(re.findall(r"\$\{(WALSTREAM_\w+)", text_of("compose.yaml")))
     named = set(re.findall(r"\bWALSTREAM_[A-Z_]+[A-Z]", page.read_text(encoding="utf-8")))
     assert named - known - others == set()

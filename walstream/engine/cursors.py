@@ -181,6 +181,17 @@ class Cursors:
         )
         return [Backend(int(pid), str(start)) for pid, start in cur.fetchall()]
 
+    def former_backend(self, cur: Cursor, lane: int) -> Backend | None:
+        """The server process that this lane had before, under the same generation, if it had another one."""
+        cur.execute(
+            f"SELECT c.backend_pid, c.backend_start::text FROM {self._schema}.cursors AS c"
+            f" JOIN {self._schema}.projectors AS p ON p.name = c.projector"
+            " WHERE c.projector = %s AND c.lane = %s AND p.generation = %s AND c.backend_pid <> pg_backend_pid()",
+            (self._projector, lane, self._generation),
+        )
+        row = cur.fetchone()
+        return None if row is None else Backend(int(row[0]), str(row[1]))
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def sign_in(self, cur: Cursor, lane: int, backend: Backend) -> None:

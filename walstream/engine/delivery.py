@@ -23,7 +23,7 @@ from .context import Context
 from .cursors import Cursors
 from .deadline import Ticket, Watchdog
 from .event_loop import LoopThread
-from .leadership import Backend
+from .leadership import Backend, end_backend
 from .parking import Entry, Parking
 from .projector import Options, Projector
 from .retry import DeadlineExceeded, ended_by_idle_timeout
@@ -97,6 +97,11 @@ class Delivery:
             cur.execute("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
             pid, start = cur.fetchone() or (0, "")
             self._backend = Backend(int(pid), str(start))
+            # Where only we know that the connection before is lost, the server still keeps its transaction, and with it
+            # this lane's row and the slot's restart_lsn.
+            former = cursors.former_backend(cur, lane)
+            if former is not None:
+                end_backend(cur, former)
             cursors.sign_in(cur, lane, self._backend)  # first: only whose turn it is can be sure of a cursor
             self.position = cursors.position(cur, lane)
             """The stored cursor."""
