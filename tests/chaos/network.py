@@ -26,6 +26,7 @@ class Link:
         self._client = client
         self._server = server
         self._lost = False
+        self.client_port = int(client.getpeername()[1])
         self._threads = [
             threading.Thread(target=self._pump, args=pair, daemon=True) for pair in ((client, server), (server, client))
         ]
@@ -105,9 +106,13 @@ class Network:
             link.cut()
         return len(links)
 
-    def half_open(self, side: Side) -> int:
-        """Lose every connection, and tell ``side`` alone; new ones are good. How many there were."""
-        links = self._take()
+    def half_open(self, side: Side, *, client: int | None = None) -> int:
+        """Lose every connection, and tell ``side`` alone; new ones are good. How many there were.
+
+        Args:
+            client: only the connection of this port.
+        """
+        links = self._take(client)
         for link in links:
             link.half_open(side)
         self._lost += links
@@ -137,10 +142,11 @@ class Network:
         with self._lock, contextlib.suppress(ValueError):
             self._links.remove(link)
 
-    def _take(self) -> list[Link]:
+    def _take(self, client: int | None = None) -> list[Link]:
         with self._lock:
-            links, self._links = self._links, []
-        return links
+            taken = [link for link in self._links if client in (None, link.client_port)]
+            self._links = [link for link in self._links if link not in taken]
+        return taken
 
     def _accept(self) -> None:
         while True:
