@@ -18,6 +18,7 @@ from .cast import MARK
 STUCK_SECONDS: Final = 90.0
 """Whoever has not recovered by then hangs."""
 
+_LONG: Final = 8.0
 _LOOK: Final = 0.05
 _INSERT: Final = (
     "INSERT INTO agent_events (session_id, agent_id, event_type, payload) VALUES (%s, 'chaos', %s, '{}') RETURNING seq"
@@ -28,6 +29,9 @@ SELECT (SELECT event_offset FROM plain WHERE seq = %s LIMIT 1),
        (SELECT min(position) FROM walstream.cursors WHERE projector <> 'slow'),
        (SELECT count(DISTINCT projector) FROM walstream.cursors)"""
 
+_BEHIND: Final = """\
+SELECT projector || ' ' || lane, %s - position FROM walstream.cursors WHERE position < %s AND projector <> 'slow'"""
+
 
 @dataclass(slots=True)
 class Outage:
@@ -37,6 +41,7 @@ class Outage:
         since: when its cause was gone; where it is not for us to remove it, when it was made (``time.monotonic``).
         seconds: until the recovery; ``None`` before.
         stuck: it did not recover in time.
+        behind: who was behind when it had lasted for long.
     """
 
     kind: str
@@ -44,6 +49,7 @@ class Outage:
     since: float
     seconds: float | None = None
     stuck: bool = False
+    behind: str = ""
 
     @property
     def over(self) -> bool:
@@ -105,8 +111,19 @@ class Recoveries:
             if offset is not None and projectors >= self._projectors and reached >= offset:
                 outage.seconds = time.monotonic() - outage.since
                 return
+            if not outage.behind and time.monotonic() - outage.since > _LONG:
+                outage.behind = self._behind(offset)
             time.sleep(_LOOK)
         outage.stuck = True
+
+    def _behind(self, offset: int | None) -> str:
+        if offset is None:
+            return "the order, or `plain`"
+        try:
+            rows = self._execute(_BEHIND, offset, offset)
+        except psycopg2.Error as error:
+            return str(error)
+        return ", ".join(f"{projector} by {events}" for projector, events in rows)
 
 
 def _figures(seconds: list[float]) -> dict[str, Any]:

@@ -203,11 +203,9 @@ class Run:
             outage = recoveries.watch(step.kind, since)
             if step.alone:
                 recoveries.wait(recoveries.open)
-                say(
-                    f"{'':11}recovered in {outage.seconds:.1f} s"
-                    if outage.seconds
-                    else f"{'':11}STUCK {_standing(stage)}"
-                )
+                behind = f", long behind: {outage.behind}" if outage.behind else ""
+                how = f"STUCK {_standing(stage)}" if outage.seconds is None else f"recovered in {outage.seconds:.1f} s"
+                say(f"{'':11}{how}{behind}")
 
     def _note(self, step: Step, stage: Stage) -> None:
         self._step = step
