@@ -128,6 +128,10 @@ class Settings(_Model):
     publication: str = Field("walstream", min_length=1, max_length=63)
     environment: str = Field("default", min_length=1, description="production, staging, …: a copy must not pass for it")
     allow_unbounded_slot: bool = Field(False, description="run although max_slot_wal_keep_size is -1")
+    violations: Literal["record", "halt", "ignore"] = Field(
+        "record",
+        description="when somebody changes the ledger: put it on record; ingest also halts; or nothing",
+    )
     recover_slot: Literal["auto", "never"] = Field(
         "auto", description="whether `run` makes a slot anew that was lost; what it missed is taken from the ledger"
     )

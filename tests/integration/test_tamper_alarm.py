@@ -10,6 +10,7 @@ from typing import Any
 import psycopg2
 import pytest
 
+from tests.cli_calls import ok
 from tests.conftest import Database
 from walstream.postgres import PostgresServer
 
@@ -267,3 +268,49 @@ class _Place:
 
     def execute(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
         return self._server.execute(sql, *args)
+
+
+def test_to_halt_until_somebody_acknowledges(database: Database) -> None:
+    stream = Alarmed(database, violations="halt")
+    recorder = Recorder()
+    with stream.host(recorder) as host:
+        stream.insert("a", "b")
+        eventually(lambda: recorder.types == ["a", "b"], "what comes before")
+        database.execute("DELETE FROM agent_events WHERE seq = 1")
+        eventually(lambda: stream.recorded() == [("delete", 1)], "it is on record")
+        stream.insert("behind")
+        time.sleep(1.5)
+        assert recorder.types == ["a", "b"], "nothing behind it is delivered"
+        assert host.ingest is not None
+        assert host.ingest.error is None, "the process goes on, and looks again"
+        assert "ingest halts" in str(host.ingest.state.error)
+        ok("audit", "acknowledge", dsn=database.dsn)
+        eventually(lambda: recorder.types == ["a", "b", "behind"], "it goes on")
+    assert stream.recorded() == [("delete", 1)]
+
+
+def test_to_ignore(database: Database) -> None:
+    stream = Alarmed(database, violations="ignore")
+    with stream.host(Recorder()):
+        stream.insert("a", "b")
+        stream.wait_ordered()
+        database.execute("DELETE FROM agent_events WHERE seq = 1")
+        database.execute(INSERT.replace("(session_id", "(seq, session_id").replace("VALUES (", "VALUES (1, "), "again")
+        stream.insert("afterwards")
+        stream.wait_ordered_up_to_now()
+        assert stream.recorded() == []
+        assert len(stream.ordered()) == 3, "a seq that comes twice is no event all the same"
+
+
+def test_ingest_of_a_halted_stream_does_not_even_begin(database: Database) -> None:
+    stream = Alarmed(database, violations="halt")
+    database.execute(
+        "INSERT INTO walstream.violations (kind, commit_lsn, ordinal, seq, detail) VALUES ('delete', '0/5', 1, 1, '')"
+    )
+    recorder = Recorder()
+    with stream.host(recorder) as host:
+        stream.insert("a")
+        eventually(lambda: host.ingest is not None and "ingest halts" in str(host.ingest.state.error), "it halts")
+        assert stream.ordered() == []
+        ok("audit", "acknowledge", dsn=database.dsn)
+        eventually(lambda: recorder.types == ["a"], "it begins")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from walstream.engine.backlog import Recovered
+from walstream.engine.backlog import Noticed, Recovered
 from walstream.engine.intake import Burst
 from walstream.engine.orderer import Orderer
 from walstream.engine.violations import Violation
@@ -52,6 +52,9 @@ class Store:
     def record_violations(self, violations: Sequence[Violation]) -> int:
         self.violations += violations
         return sum(violation.changes for violation in violations)
+
+    def record_noticed(self, noticed: Noticed) -> int:
+        return self.record_violations(noticed.violations)
 
 
 class Bench:
@@ -201,6 +204,18 @@ def test_a_violation_waits_until_its_transaction_is_visible(bench: Bench) -> Non
     assert bench.offsets() == [(1, 1), (2, 3)]
     assert bench.orderer.confirmable[-1][1] == 330
     assert bench.orderer.violations == 2
+
+
+def test_what_the_catalogue_told_is_on_record_beside_what_waits(bench: Bench) -> None:
+    bench.store.visible_below = 1
+    bench.orderer.submit(burst((4, 100, [1])))
+    noticed = Noticed([Violation("dropped", 900, 1, None, 0, "", origin="catalogue")], {}, [])
+    bench.orderer.submit(noticed)
+    assert noticed.done.wait(5)
+    assert [each.kind for each in bench.store.violations] == ["dropped"]
+    assert bench.offsets() == []
+    bench.store.visible_below = 5
+    assert bench.orderer.drain(5)
 
 
 def test_a_piece_of_changes_alone_that_goes_on_moves_no_position(bench: Bench) -> None:

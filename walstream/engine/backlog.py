@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from walstream.event import Commit, Row
 from walstream.order.reconcile import MissingRow
@@ -27,6 +28,22 @@ class Recovered:
     done: threading.Event
 
 
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """What the catalogue told of the ledger, to be written down in one statement.
+
+    Attributes:
+        seen: what it says now, by name, as far as that is new.
+        gone: what it says no more.
+        done: set once it is written.
+    """
+
+    violations: list[Violation]
+    seen: Mapping[str, Mapping[str, Any]]
+    gone: list[str]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class Backlog:
     """What was taken from the queue and is not ordered yet."""
 
@@ -36,6 +53,7 @@ class Backlog:
         self.stripped: dict[int, int] = {}
         self.violations: list[Violation] = []
         self.recovered: deque[Recovered] = deque()
+        self.noticed: deque[Noticed] = deque()
         self.bursts = 0
         self.nbytes = 0
 

@@ -32,6 +32,7 @@ from walstream.source.failures import classify
 
 from .birth import BirthStopped, SlotMaker
 from .caretaker import Caretaker, Chore, SharedConnection
+from .catalogue_watch import CatalogueWatch
 from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Lease
@@ -222,6 +223,7 @@ class IngestSupervisor:
                 stream,
                 classify,
                 idle_persist_seconds=settings.idle_persist_seconds,
+                policy=settings.violations,
             )
             orderer = Orderer(
                 store,
@@ -288,6 +290,14 @@ class IngestSupervisor:
                 compactor = Compactor(connection, self._settings.namespace, generation)
             compactor.run()
 
+        catalogue = CatalogueWatch(self._settings, identity.table_oid, orderer.submit)
+
+        def look() -> None:
+            try:
+                watch.check()
+            finally:
+                catalogue.look(shared.connection)  # what ends the session is on record as well
+
         stopping = threading.Event()
         reconciler = Reconciler(
             self._settings,
@@ -297,12 +307,12 @@ class IngestSupervisor:
             generation,
             lambda: shared.connection,
             stopping,
-            watch.check,
+            look,
         )
         return Caretaker(
             [
                 Chore("the comparison of ledger and order", reconciler.run, _RECONCILE_SECONDS),
-                Chore("the look at the ledger's table", watch.check, _WATCH_SECONDS),
+                Chore("the look at the ledger's table", look, _WATCH_SECONDS),
                 Chore("compaction of the order", compact, _COMPACT_SECONDS),
                 Chore(
                     "the look at the partitions",

@@ -13,8 +13,9 @@ from walstream.metrics import METRICS
 from walstream.order.segment import Segment
 from walstream.order.writer import OrderWriter, Snapshot
 
+from .backlog import Noticed
 from .leadership import Lease
-from .violation_store import ViolationStore
+from .violation_store import Policy, ViolationStore
 from .violations import Violation
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class FencedStore:
         classify: Callable[..., WalstreamError],
         *,
         idle_persist_seconds: float,
+        policy: Policy = "record",
     ) -> None:
         self._writer = writer
         self._connection = connection
@@ -52,7 +54,7 @@ class FencedStore:
         self._stream = stream
         self._classify = classify
         self._idle_persist_seconds = idle_persist_seconds
-        self._violations = ViolationStore(namespace, lease)
+        self._violations = ViolationStore(namespace, lease, policy)
         self._counted = (0, 0, 0)
         self._idle_written = 0
         self._idle_written_at = 0.0
@@ -76,13 +78,26 @@ class FencedStore:
         except Exception as error:
             raise self._classify(error, doing="recording a violation of the ledger") from error
 
+    def record_noticed(self, noticed: Noticed) -> int:
+        """Write down what the catalogue told, and what it says now; return how many violations that is."""
+        try:
+            with self._connection.cursor() as cur:
+                return self._violations.record_noticed(cur, noticed)
+        except Exception as error:
+            raise self._classify(error, doing="recording what was noticed about the ledger") from error
+
     def announce(self, *, nothing_proven: bool) -> None:
         """Write down who ingests now, with the walsender's pid and start, by which a take-over would end it.
 
         Args:
             nothing_proven: somebody else has moved the slot. That can be seen only until the first position of ours is
                 written down, and the comparison of the whole ledger takes longer.
+
+        Raises:
+            LedgerTouched: violations are not acknowledged, and ingest halts for them.
         """
+        with self._connection.cursor() as cur:
+            self._violations.refuse_if_open(cur)
         self._execute(
             "state = 'streaming', error = NULL, started_at = clock_timestamp(), heartbeat_at = clock_timestamp(),"
             " lease_until = clock_timestamp() + make_interval(secs => %s),"

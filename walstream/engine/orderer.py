@@ -27,7 +27,7 @@ from walstream.order.reconcile import recovered_segments
 from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot, Tail
 
-from .backlog import Backlog, Recovered, without_known
+from .backlog import Backlog, Noticed, Recovered, without_known
 from .intake import Burst, Piece
 from .violations import Violation
 
@@ -42,6 +42,7 @@ class OrderStore(Protocol):
     def append(self, segment: Segment, durable: bool = False) -> None: ...
     def wal_position(self) -> int: ...
     def record_violations(self, violations: Sequence[Violation]) -> int: ...
+    def record_noticed(self, noticed: Noticed) -> int: ...
 
 
 class KnownSeqs(Protocol):
@@ -97,7 +98,7 @@ class Orderer:
         self._heartbeat_seconds = heartbeat_seconds
 
         self._changed = threading.Condition()
-        self._queue: deque[Burst | Recovered] = deque()
+        self._queue: deque[Burst | Recovered | Noticed] = deque()
         self._pending_bytes = 0
         self._stop = False
         self._unfinished = 0
@@ -137,7 +138,7 @@ class Orderer:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, burst: Burst | Recovered) -> None:
+    def submit(self, burst: Burst | Recovered | Noticed) -> None:
         """Queue what was received; returns at once."""
         with self._changed:
             self._queue.append(burst)
@@ -193,6 +194,8 @@ class Orderer:
             if time.monotonic() >= due:
                 self._heartbeat()
                 due = time.monotonic() + self._heartbeat_seconds
+            while backlog.noticed:
+                self._record_noticed(backlog.noticed.popleft())
             if backlog.pieces:
                 released = self._release(backlog)
                 if released:
@@ -214,6 +217,8 @@ class Orderer:
             item = self._queue.popleft()
             if isinstance(item, Recovered):
                 backlog.recovered.append(item)
+            elif isinstance(item, Noticed):
+                backlog.noticed.append(item)
             else:
                 backlog.absorb(item)
 
@@ -302,6 +307,13 @@ class Orderer:
             self._unfinished -= 1
             self._changed.notify_all()
         self._on_progress()
+
+    def _record_noticed(self, noticed: Noticed) -> None:
+        self.violations += self._store.record_noticed(noticed)
+        noticed.done.set()
+        with self._changed:
+            self._unfinished -= 1
+            self._changed.notify_all()
 
     def _finish(self, backlog: Backlog, nbytes: int) -> None:
         with self._changed:

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from walstream.config import quote
+from walstream.errors import ConfigError, LedgerError
 from walstream.ledger.schema import ALARM_VERSION, ERASURES_VERSION
 from walstream.lsn import format_lsn
 
+from .backlog import Noticed
 from .leadership import Lease
 from .violations import Violation, ranges_of, without_declared
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
+
+Policy = Literal["record", "halt", "ignore"]
 
 _BYTES_OF_A_STATEMENT: Final = 8 * 1024 * 1024
 
@@ -45,11 +49,32 @@ _RECORD: Final = """
      WHERE g.generation = %s AND durable.level = 'local' ORDER BY v.place FOR SHARE OF g
     ON CONFLICT DO NOTHING{returning}"""
 
+_NOTICED: Final = """
+    WITH durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'local', true) AS level),
+         fence AS MATERIALIZED (
+             SELECT g.generation FROM {schema}.generation AS g CROSS JOIN durable
+              WHERE g.generation = %(generation)s AND durable.level = 'local' FOR SHARE OF g),
+         gone AS (DELETE FROM {schema}.ledger_catalogue WHERE what = ANY (%(gone)s) AND EXISTS (SELECT FROM fence)),
+         seen AS (INSERT INTO {schema}.ledger_catalogue (what, facts)
+                  SELECT e.key, e.value FROM fence CROSS JOIN jsonb_each(%(seen)s::jsonb) AS e
+                  ON CONFLICT (what) DO UPDATE SET facts = excluded.facts, seen_at = now())
+    INSERT INTO {schema}.violations (kind, commit_lsn, ordinal, detail, origin)
+    SELECT v.kind, v.commit_lsn, v.ordinal, v.detail, v.origin
+      FROM fence CROSS JOIN jsonb_to_recordset(%(rows)s::jsonb)
+           AS v (place integer, kind text, commit_lsn pg_lsn, ordinal integer, detail text, origin text)
+     ORDER BY v.place"""
+
 _MORE: Final = ", origin, committed_at, keys, old_keys, changes, seqs"
 _VALUES: Final = """, v.origin,
            CASE WHEN v.time_us <> 0
                 THEN timestamptz '2000-01-01 00:00:00+00' + v.time_us * interval '1 microsecond' END,
            v.keys, v.old_keys, v.changes, v.seqs"""
+
+
+class LedgerTouched(LedgerError):
+    """Somebody changed the ledger, and ingest halts for that. It looks again by itself: an acknowledgement ends it."""
+
+    transient = True
 
 
 class ViolationStore:
@@ -58,15 +83,23 @@ class ViolationStore:
     Args:
         namespace: walstream's schema.
         lease: of this ingest; after a take-over nothing is written any more.
+        policy: ``halt`` ends the session of ingest behind each, until they are acknowledged; ``ignore`` writes nothing.
     """
 
-    def __init__(self, namespace: str, lease: Lease) -> None:
+    def __init__(self, namespace: str, lease: Lease, policy: Policy = "record") -> None:
         self._schema = quote(namespace)
         self._lease = lease
+        self._policy = policy
         self._version = 0
 
     def record(self, cur: Cursor, violations: Sequence[Violation]) -> int:
-        """Write them down; return how many changes were not on record before, and no erasure explains."""
+        """Write them down; return how many changes were not on record before, and no erasure explains.
+
+        Raises:
+            LedgerTouched: there was one, and the policy is to halt.
+        """
+        if self._policy == "ignore":
+            return 0
         if self._version < ALARM_VERSION:  # it may be migrated while this runs, and then has to be used
             cur.execute(f"SELECT max(version) FROM {self._schema}.migrations")
             row: Any = cur.fetchone()
@@ -77,7 +110,47 @@ class ViolationStore:
             left = [kept for each in some if (kept := without_declared(each, declared)) is not None]
             if left:
                 recorded += self._write(cur, left)
+        if recorded and self._policy == "halt":
+            raise _touched(recorded)
         return recorded
+
+    def record_noticed(self, cur: Cursor, noticed: Noticed) -> int:
+        """Write down what the catalogue told, together with what it says now: so each is written once.
+
+        Raises:
+            LedgerTouched: there was something, and the policy is to halt.
+        """
+        values = {
+            "generation": self._lease.generation,
+            "gone": noticed.gone,
+            "seen": json.dumps(dict(noticed.seen)),
+            "rows": json.dumps([_row(place, each) for place, each in enumerate(noticed.violations)]),
+        }
+        cur.execute(_NOTICED.format(schema=self._schema), values)
+        if cur.rowcount and self._policy == "halt":
+            raise _touched(cur.rowcount)
+        return max(0, cur.rowcount)
+
+    def refuse_if_open(self, cur: Cursor) -> None:
+        """Where the policy is to halt: check that all violations are acknowledged.
+
+        Raises:
+            LedgerTouched: they are not.
+            ConfigError: the schema is too old to know.
+        """
+        if self._policy != "halt":
+            return
+        cur.execute(f"SELECT max(version) FROM {self._schema}.migrations")
+        row: Any = cur.fetchone()
+        if row[0] < ALARM_VERSION:
+            raise ConfigError(
+                "violations = 'halt' needs to know which violations were acknowledged, and the schema is older",
+                hint="run `walstream migrate`",
+            )
+        cur.execute(f"SELECT coalesce(sum(changes), 0) FROM {self._schema}.violations WHERE acknowledged_at IS NULL")
+        row = cur.fetchone()
+        if row[0]:
+            raise _touched(int(row[0]))
 
     def _declared(self, cur: Cursor, violations: Sequence[Violation]) -> set[tuple[int, int]]:
         """(xid, seq) of what was erased by declaration."""
@@ -104,6 +177,14 @@ class ViolationStore:
         rows = [_row(place, each) for place, each in enumerate(violations)]
         cur.execute(statement, (json.dumps(rows), self._lease.generation))
         return sum(int(changes) for (changes,) in cur.fetchall())
+
+
+def _touched(changes: int) -> LedgerTouched:
+    what = "1 change" if changes == 1 else f"{changes:,} changes"
+    return LedgerTouched(
+        f"{what} of the ledger that nobody declared: ingest halts (violations = 'halt')",
+        hint="see `walstream audit violations`; it goes on after `walstream audit acknowledge`",
+    )
 
 
 def _parts(violations: Sequence[Violation]) -> list[list[Violation]]:

@@ -36,6 +36,7 @@ CATALOGUE: Final[tuple[Described, ...]] = (
     Described("ingest_events_total", "counter", (), "events that this process ordered"),
     Described("ingest_recovered_total", "counter", (), "of these, events that the slot missed"),
     Described("ingest_violations_total", "counter", (), "changes that an append-only ledger should never show"),
+    Described("ledger_violations_open", "gauge", (), "violations that nobody has acknowledged, as ingest saw last"),
     Described(
         "ingest_reconnects_total", "counter", (), "sessions of ingest that ended with an error and were tried again"
     ),
