@@ -7,6 +7,7 @@ import sys
 from typing import Final
 
 _NAMES: Final = {
+    "latency": "from an insert to its handler",
     "drain": "draining a backlog through the slot, beside pg_recvlogical and other clients",
     "ceiling": "what an event costs the client alone, without a walsender's noise",
     "decode": "what decoding a message costs",
