@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from psycopg2.extensions import make_dsn
 
 from tests.cli_calls import ok
 from tests.conftest import Database
@@ -106,6 +107,32 @@ def test_a_partition_that_is_dropped_or_detached(parted: Watched) -> None:
     assert found == [("dropped", f"partition public.{other} with rows from seq {first} to {last} was dropped")]
 
 
+@pytest.mark.parametrize("by", ["month", "hash:2"])
+def test_who_may_read_the_ledger_alone_notices_it_too(database: Database, by: str) -> None:
+    """Rights on a partitioned table do not hold for its partitions by their own names."""
+    role = f"r_{database.name[-8:]}"
+    database.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        watched = Watched(database, "--partition-by", by, "--grants", role)
+        watched.connection.close()
+        watched.connection = connect(make_dsn(database.dsn, user=role, password="irrelevant"), application_name="test")
+        insert_rows(database, 20)
+        assert watched.look() == []
+        leaf = leaf_of(watched)
+        ((kind, detail),) = watched.after(f"ALTER TABLE agent_events DETACH PARTITION {leaf}")
+        assert (kind, " with rows from seq 1 to 20 " in detail) == ("detached", by == "month")
+        watched.connection.close()
+    finally:
+        database.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def test_what_may_not_be_seen_does_not_end_ingest(ledger: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    ledger.database.execute("ALTER TABLE walstream.ledger_catalogue RENAME TO elsewhere")
+    for _ in range(2):
+        ledger.watch.look(ledger.connection)
+    assert caplog.text.count("the tamper alarm does not see the catalogue") == 1
+
+
 def test_one_whose_rows_are_declared_erased_goes_in_silence(parted: Watched) -> None:
     leaf = leaf_of(parted)
     declared = f"INSERT INTO walstream.erasures (first_seq, last_seq, reason) SELECT seq, seq, 'retention' FROM {leaf}"
@@ -178,10 +205,15 @@ def test_triggers(ledger: Watched) -> None:
         "CREATE TRIGGER t BEFORE INSERT ON agent_events FOR EACH ROW EXECUTE FUNCTION lie()"
     )
     ((kind, detail),) = ledger.after(make)
-    assert (kind, detail.startswith("trigger t of public.agent_events was added: CREATE TRIGGER t")) == ("trigger", True)
+    assert (kind, detail.startswith("trigger t of public.agent_events was added: CREATE TRIGGER t")) == (
+        "trigger",
+        True,
+    )
     ((kind, detail),) = ledger.after("ALTER TABLE agent_events DISABLE TRIGGER t")
     assert "was changed and does not fire any more" in detail
-    assert ledger.after("DROP TRIGGER t ON agent_events") == [("trigger", "trigger t of public.agent_events was dropped")]
+    assert ledger.after("DROP TRIGGER t ON agent_events") == [
+        ("trigger", "trigger t of public.agent_events was dropped")
+    ]
 
 
 def test_a_trigger_of_a_partition_that_is_switched_off(parted: Watched) -> None:

@@ -70,6 +70,9 @@ def test_everything_that_run_does_works_with_the_grants(database: Database, logi
             " VALUES (1, gen_random_uuid(), 'a', 'again', '{}')"
         )
         eventually(lambda: database.execute("SELECT 1 FROM walstream.violations"), "the violation is recorded")
+        eventually(lambda: database.execute("SELECT 1 FROM walstream.ledger_catalogue"), "the catalogue was looked at")
+        assert "TAMPER ALARM" in call("status", "--json", dsn=dsn).json["problems"][0]
+        ok("audit", "acknowledge", dsn=database.dsn)
         status = call("status", "--json", dsn=dsn)
         assert (status.exit_code, status.json["problems"]) == (0, [])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings, quote
 
@@ -57,16 +57,28 @@ _PUBLICATION = f"""{_TREE}
                                                 CASE WHEN p.pubtruncate THEN 'truncate' END], NULL),
                'filter', (SELECT string_agg(DISTINCT to_jsonb(s) ->> 'rowfilter', '; ')
                             FROM pg_catalog.pg_publication_tables AS s
-                           WHERE s.pubname = p.pubname
-                             AND to_regclass(format('%%I.%%I', s.schemaname, s.tablename))::oid
-                                 IN (SELECT oid FROM tree)),
+                            JOIN pg_catalog.pg_namespace AS n ON n.nspname = s.schemaname
+                            JOIN pg_catalog.pg_class AS c ON c.relnamespace = n.oid AND c.relname = s.tablename
+                           WHERE s.pubname = p.pubname AND c.oid IN (SELECT oid FROM tree)),
                'columns', (SELECT string_agg(to_jsonb(r) ->> 'prattrs', '; ') FROM pg_catalog.pg_publication_rel AS r
                             WHERE r.prpubid = p.oid AND r.prrelid IN (SELECT oid FROM tree)))
       FROM pg_catalog.pg_publication AS p
      WHERE p.pubname = %(publication)s
        AND EXISTS (SELECT FROM pg_catalog.pg_publication_tables AS s
-                    WHERE s.pubname = p.pubname
-                      AND to_regclass(format('%%I.%%I', s.schemaname, s.tablename))::oid IN (SELECT oid FROM tree))"""
+                     JOIN pg_catalog.pg_namespace AS n ON n.nspname = s.schemaname
+                     JOIN pg_catalog.pg_class AS c ON c.relnamespace = n.oid AND c.relname = s.tablename
+                    WHERE s.pubname = p.pubname AND c.oid IN (SELECT oid FROM tree))"""
+
+# Who may read the ledger may not read its partitions by their own names. Those by range are found through the root.
+_READABLE: Final = """
+    SELECT CASE WHEN has_table_privilege(c.oid, 'SELECT') THEN format('%%I.%%I', n.nspname, c.relname)
+                WHEN p.partstrat = 'r' AND p.partdefid <> c.oid
+                THEN %(root)s || ' WHERE ' || pg_get_partition_constraintdef(c.oid) END,
+           pg_relation_size(c.oid) > 0
+      FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+      LEFT JOIN pg_catalog.pg_inherits AS i ON i.inhrelid = c.oid
+      LEFT JOIN pg_catalog.pg_partitioned_table AS p ON p.partrelid = i.inhparent
+     WHERE c.oid = %(oid)s"""
 
 
 def read_facts(cur: Cursor, settings: Settings, table_oid: int) -> Facts:
@@ -91,13 +103,15 @@ def present(cur: Cursor, oids: Collection[int]) -> set[int]:
     return {int(oid) for (oid,) in cur.fetchall()}
 
 
-def rows_of(cur: Cursor, settings: Settings, table: str) -> list[int] | None:
-    """First and last seq of a table; ``None`` if it is empty.
-
-    Args:
-        table: qualified and quoted.
-    """
-    seq = quote(settings.ledger.columns.seq)
-    cur.execute(f"SELECT min({seq}), max({seq}) FROM {table}")
+def rows_of(cur: Cursor, settings: Settings, oid: int) -> list[int] | None:
+    """First and last seq of a table; ``None`` if it is empty, an empty list if it is not and this role may not see."""
+    cur.execute(_READABLE, {"oid": oid, "root": settings.ledger.qualified})
     row: Any = cur.fetchone()
+    if row is None or not row[1]:
+        return None
+    if row[0] is None:
+        return []
+    seq = quote(settings.ledger.columns.seq)
+    cur.execute(f"SELECT min({seq}), max({seq}) FROM {row[0]}")
+    row = cur.fetchone()
     return None if row[0] is None else [int(row[0]), int(row[1])]

@@ -69,6 +69,7 @@ class CatalogueWatch:
         self._submit = submit
         self._schema = quote(settings.namespace)
         self._rows_due = 0.0
+        self._told = ""
 
     def look(self, connection: Connection) -> None:
         """Look once, and wait until what was found is written down.
@@ -86,8 +87,14 @@ class CatalogueWatch:
                 if self._settings.violations == "ignore":
                     return
                 noticed = self._compare(cur)
-        except Exception as error:
-            raise classify(error, doing="looking at the ledger's catalogue") from error
+        except Exception as raised:
+            error = classify(raised, doing="looking at the ledger's catalogue")
+            if error.transient:
+                raise error from raised
+            if str(error) != self._told:  # a look that cannot be had is no reason to end ingest
+                self._told = str(error)
+                log.warning("the tamper alarm does not see the catalogue: %s", error)
+            return
         if noticed is not None:
             self._submit(noticed)
             noticed.done.wait(_PATIENCE)
@@ -122,7 +129,7 @@ class CatalogueWatch:
                 continue
             old = before.get(what)
             if due or old is None or old["filenode"] != facts["filenode"]:
-                facts["rows"] = rows_of(cur, self._settings, facts["name"])
+                facts["rows"] = rows_of(cur, self._settings, int(what.partition(":")[2]))
             else:
                 facts["rows"] = old.get("rows")
         if due:
@@ -180,7 +187,7 @@ def _of_relation(
             yield Difference(
                 "swapped", f"the ledger is the table with OID {table_oid} now; it was {old['name']} ({oid})"
             )
-        elif held:
+        elif rows is not None:
             kind = "detached" if oid in existing else "dropped"
             yield Difference(kind, f"partition {old['name']}{which} was {kind}", held)
         return
@@ -188,7 +195,7 @@ def _of_relation(
         yield Difference("renamed", f"the ledger's table {old['name']} (OID {oid}) is called {new['name']} now")
     if new["persistence"] != old["persistence"]:
         yield Difference("unlogged", f"{new['name']} is unlogged: what is written to it is not streamed")
-    elif new["filenode"] != old["filenode"] and held:
+    elif new["filenode"] != old["filenode"] and rows is not None:
         if new.get("rows") is None:
             yield Difference("emptied", f"{new['name']}{which} is empty (TRUNCATE)", held)
         else:
