@@ -132,6 +132,9 @@ class Settings(_Model):
         "record",
         description="when somebody changes the ledger: put it on record; ingest also halts; or nothing",
     )
+    failover_slot: Literal["auto", "on", "off"] = Field(
+        "auto", description="whether standbys may keep a copy of the slot (17 and newer); auto: where the server can"
+    )
     recover_slot: Literal["auto", "never"] = Field(
         "auto", description="whether `run` makes a slot anew that was lost; what it missed is taken from the ledger"
     )

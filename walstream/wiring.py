@@ -87,6 +87,7 @@ class SourceSlots:
             settings.slot,
             timeout=timeout,
             connect_timeout=settings.connect_timeout,
+            failover=None if settings.failover_slot == "auto" else settings.failover_slot == "on",
             on_wait=on_wait,
         )
 

@@ -9,7 +9,7 @@ from walstream.config import quote
 from walstream.figures import size
 from walstream.ledger.grants import run_checks
 
-from . import widening
+from . import failover, widening
 from .checks import INIT, Exam, Finding, identity_findings, judged
 from .plan import check_columns
 
@@ -224,6 +224,7 @@ CHECKS: Final[tuple[Callable[[Exam], Iterator[Finding]], ...]] = (
     tamper_alarm,
     append_only,
     slot,
+    failover.findings,
     commit_timestamps,
     leftovers,
 )

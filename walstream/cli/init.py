@@ -155,7 +155,7 @@ def init(
 def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
     from walstream.source.facts import UNBOUNDED, server_facts
 
-    from . import granting
+    from . import failover, granting
     from .birth import bear
     from .progress import FillBar
 
@@ -175,6 +175,8 @@ def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
     if plan.birth:
         with FillBar() as bar:
             born = bear(settings, conn, from_now=wishes.from_now, timeout=wishes.wait, progress=bar)
+    elif plan.failover is not None:
+        notes.append(failover.change(settings, plan.failover))
     if kept is not None:
         notes.append(kept)
     elif server_facts(conn).slot_keep_bytes == UNBOUNDED and not settings.allow_unbounded_slot:
@@ -292,7 +294,9 @@ def _show(plan: Plan) -> None:
             console.say("    " + script.strip().replace("\n", "\n    "))
     if plan.birth:
         console.say(f"would make: the slot ({plan.birth}), after ordering the rows that stand in the table")
-    if not plan.steps and not plan.birth:
+    if plan.failover is not None:
+        console.say(f"would {'let' if plan.failover else 'no longer let'} standbys keep a copy of the slot")
+    if not plan.steps and not plan.birth and plan.failover is None:
         console.say("everything is there already")
     for note in plan.notes:
         console.say(f"note: {note}")

@@ -25,7 +25,7 @@ from walstream.ledger.identity import (
     require_same_stream,
 )
 
-from . import widening
+from . import failover, widening
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -66,12 +66,14 @@ class Plan:
         birth: why the slot has to be made (or made anew); empty if it is there and good.
         drop: a slot of ours that has to go before that.
         notes: what a person should know; nothing that stops set-up.
+        failover: what the slot that is there has to be changed to; ``None`` if it is as it should be.
     """
 
     steps: tuple[Step, ...]
     birth: str
     drop: bool
     notes: tuple[str, ...] = ()
+    failover: bool | None = None
 
 
 def everything(
@@ -176,8 +178,9 @@ def look(
         )
     if (guard or guarded.asked) and not guarded.whole:
         steps.append(_append_only(settings))
-    birth, drop = _birth(identity, slot_facts(conn, settings.slot), server, publication is None)
-    return Plan(tuple(steps), birth, drop, tuple(notes))
+    slot = slot_facts(conn, settings.slot)
+    birth, drop = _birth(identity, slot, server, publication is None)
+    return Plan(tuple(steps), birth, drop, tuple(notes), None if birth else failover.due(settings, slot, server))
 
 
 def check_columns(settings: Settings, table: TableFacts) -> None:

@@ -62,7 +62,7 @@ def create(
     timeout: float = 60.0,
     attempt_timeout: float = 2.0,
     connect_timeout: int = 10,
-    failover: bool = False,
+    failover: bool | None = False,
     on_wait: OnWait | None = None,
 ) -> Iterator[NewSlot]:
     """Make a logical slot and hold its exported snapshot while the context is open.
@@ -74,7 +74,7 @@ def create(
         dsn: where replication is possible (not a pooler).
         timeout: seconds for everything.
         attempt_timeout: seconds that one attempt may wait for a transaction in the way.
-        failover: (17 and newer) let the slot be synchronized to standbys.
+        failover: (17 and newer) let the slot be synchronized to standbys; ``None``: where the server can.
         on_wait: called with the transactions in the way after each attempt that failed.
 
     If the body raises, the slot is dropped again: a slot that nobody fills would hold WAL for nobody.
@@ -99,6 +99,8 @@ def create(
         if made.server_version >= 170000:
             with made.cursor() as cursor:
                 cursor.execute("SET transaction_timeout = 0")
+        if failover is None:
+            failover = made.server_version >= 170000
         new = create_on(made, slot, timeout=timeout, failover=failover, on_wait=on_wait)
         try:
             yield new
@@ -170,6 +172,23 @@ def create_command(slot: str, server_version: int, *, failover: bool = False, te
         return f"{begin} {'NOEXPORT_SNAPSHOT' if temporary else 'EXPORT_SNAPSHOT'}"
     options = ["SNAPSHOT 'nothing'" if temporary else "SNAPSHOT 'export'", *(["FAILOVER true"] if failover else [])]
     return f"{begin} ({', '.join(options)})"
+
+
+def set_failover(dsn: str, slot: str, wanted: bool, *, connect_timeout: int = 10) -> None:
+    """Let a slot that is there be synchronized to standbys, or no more (17 and newer).
+
+    Raises:
+        Unavailable: somebody reads it.
+        SlotError, ConfigError: it is not there, or this role may not.
+    """
+    made = replication_connect(dsn, application_name="walstream:alter-slot", connect_timeout=connect_timeout)
+    try:
+        with made.cursor() as cursor:
+            cursor.execute(f"ALTER_REPLICATION_SLOT {quote(slot)} (FAILOVER {'true' if wanted else 'false'})")
+    except psycopg2.Error as error:
+        raise classify(error, doing=f"changing slot {slot}") from error
+    finally:
+        made.close()
 
 
 def start_command(slot: str, start_lsn: int, *publications: str) -> str:
