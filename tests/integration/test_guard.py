@@ -253,7 +253,7 @@ def test_a_slot_on_its_way_to_being_lost(small: Small) -> None:
     shown = call("guard", "--slot", small.slot, "--sample", "0.3", dsn=small.dsn).stdout
     assert "is lost" in shown
     assert f"'{small.slot} retained'=U" in shown
-    assert "to do: `walstream init` makes a new one" in shown
+    assert "to do: `walstream run` makes a new one" in shown
 
 
 def test_the_forecast_is_within_reason(database: Database, stream: Installed) -> None:

@@ -91,7 +91,8 @@ def test_what_needs_a_person_is_named_and_exits_1(ledger: Database) -> None:
     code, found = _status(ledger)
     assert code == ExitCode.FAILED
     words = "\n".join(found["problems"])
-    assert "does not exist: `walstream init`" in words
+    assert "there is no slot" in words
+    assert "`walstream run` makes a new one" in words
     assert "no ingest is running" in words
     assert "projector halted halted at offset 1: boom" in words
     assert "projector orphan: no process runs it" in words

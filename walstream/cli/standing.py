@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from walstream.config import Settings, quote
 from walstream.engine.episodes import Episode, latest
+from walstream.guard.policy import Verdict, judge
+from walstream.guard.reading import SlotReader
 from walstream.ledger.identity import Identity, read_identity
 
 from .approvals import OpenApprovals, count_open
@@ -38,6 +40,8 @@ class SlotStanding:
         distance_bytes: from what is confirmed to the end of the WAL; what ingest still has to read, or ignore.
         safe_bytes: WAL that may still be written before the slot can be lost.
         limit: ``max_slot_wal_keep_size`` as text; ``-1`` is no limit.
+        state: what the guard makes of it: ``ok``, ``warn``, ``critical`` or ``lost``.
+        forecast_seconds: until it is lost at the present rate, as far as one look can tell.
     """
 
     name: str
@@ -51,6 +55,8 @@ class SlotStanding:
     distance_bytes: int | None = None
     safe_bytes: int | None = None
     limit: str = ""
+    state: str = "lost"
+    forecast_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,8 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
         identity = read_identity(cur, settings.namespace)
         if identity is None:
             return None
-        slot = _slot(cur, identity.slot)
+        verdict = _judged(conn, settings, identity.slot)
+        slot = _slot(cur, identity.slot, verdict)
         ingest = _ingest(cur, settings.namespace)
         # Cursors before the head: a cursor is never ahead of an order that was read after it.
         rows = _projector_rows(cur, settings.namespace)
@@ -150,7 +157,7 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
         row = cur.fetchone()
         head = 0 if row is None else int(row[0])
     projectors = tuple(_projector(conn, settings, row, head) for row in rows)
-    problems = _problems(identity, slot, ingest, projectors)
+    problems = _problems(identity, verdict, ingest, projectors)
     if dead := count_dead(conn, settings):
         problems.append(f"handoffs without a job, which wait for a person: {dead} (`walstream handoffs dead`)")
     violations = open_violations(conn, settings)
@@ -161,7 +168,13 @@ def read(conn: Connection, settings: Settings) -> Standing | None:
     return Standing(identity, head, slot, ingest, projectors, tuple(problems), jobs, approvals, violations, recoveries)
 
 
-def _slot(cur: Cursor, name: str) -> SlotStanding:
+def _judged(conn: Connection, settings: Settings, name: str) -> Verdict:
+    """What the guard's policy makes of the slot, by one look."""
+    reading = SlotReader(name).look(conn).slots[0]
+    return judge(reading, settings.guard, allow_unbounded=settings.allow_unbounded_slot)
+
+
+def _slot(cur: Cursor, name: str, verdict: Verdict) -> SlotStanding:
     cur.execute(
         """
         SELECT active_pid, wal_status, to_jsonb(s) ->> 'invalidation_reason', restart_lsn::text,
@@ -173,7 +186,9 @@ def _slot(cur: Cursor, name: str) -> SlotStanding:
         (name,),
     )
     row = cur.fetchone()
-    return SlotStanding(name, exists=False) if row is None else SlotStanding(name, True, *row)
+    if row is None:
+        return SlotStanding(name, exists=False)
+    return replace(SlotStanding(name, True, *row), state=verdict.state.word, forecast_seconds=verdict.forecast)
 
 
 def _ingest(cur: Cursor, namespace: str) -> IngestStanding:
@@ -269,20 +284,24 @@ def _age_of(conn: Connection, settings: Settings, offset: int) -> float | None:
 
 
 def _problems(
-    identity: Identity, slot: SlotStanding, ingest: IngestStanding, projectors: tuple[ProjectorStanding, ...]
+    identity: Identity, verdict: Verdict, ingest: IngestStanding, projectors: tuple[ProjectorStanding, ...]
 ) -> list[str]:
     found = []
+    working = ingest.state not in {"failed", "stopped", "gone"}
     if identity.slot_state != "ready":
-        found.append(f"set-up is not complete (state {identity.slot_state}): run `walstream init`")
-    elif not slot.exists:
-        found.append(
-            f"the slot {slot.name} does not exist: `walstream init` makes a new one and orders what was missed"
-        )
-    elif slot.wal_status == "lost":
-        why = f" ({slot.invalidation})" if slot.invalidation else ""
-        found.append(f"the slot {slot.name} is lost{why}: `walstream init` makes a new one and orders what was missed")
-    elif slot.wal_status == "unreserved":
-        found.append(f"the slot {slot.name} is about to be lost: ingest has to catch up before the next checkpoint")
+        if ingest.state not in {"init", "recovering"}:
+            found.append(
+                f"set-up is not complete (state {identity.slot_state}): run `walstream init`, or `walstream run`, which"
+                " goes on with it"
+            )
+    elif ingest.state == "recovering":
+        found.append(f"the slot {verdict.reading.name} is being made anew: {ingest.error}")
+    else:
+        found += [
+            f"{finding.found}; to do: {finding.remedy}"
+            for finding in verdict.findings
+            if working or finding.cause != "nobody_connected"  # that nobody ingests is said below
+        ]
     if ingest.state == "failed":
         found.append(f"ingest failed: {ingest.error}")
     elif ingest.state in {"stopped", "gone"}:

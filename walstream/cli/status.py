@@ -141,7 +141,7 @@ def render(standing: Standing) -> RenderableType:
         safe = "no limit" if slot.limit == "-1" else f"{size(slot.safe_bytes)} of {slot.limit} left"
         line(
             "slot",
-            f"{slot.name}: {slot.wal_status}, {size(slot.retained_bytes)} retained, confirmed"
+            f"{slot.name}: {slot.state} ({slot.wal_status}), {size(slot.retained_bytes)} retained, confirmed"
             f" {size(slot.distance_bytes)} behind the WAL, {safe}",
         )
     else:

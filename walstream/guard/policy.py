@@ -214,7 +214,7 @@ class _Pressure:
 
 
 def _gone(slot: SlotReading) -> Finding | None:
-    again = "`walstream init` makes a new one, and what was missed is found in the ledger"
+    again = "`walstream run` makes a new one (so does `walstream init`), and what was missed is found in the ledger"
     if not slot.exists:
         return Finding("slot_missing", State.LOST, f"there is no slot {slot.name} on this server", again)
     if slot.lost:

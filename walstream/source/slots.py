@@ -12,6 +12,7 @@ commit, and does so under protocol 1 as well.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from walstream.source.publications import name_list, string_literal
 PLUGIN: Final = "pgoutput"
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0)  # between attempts; the last one repeats
+_ALTER_SECONDS: Final = 5.0
 _NAMED: Final = 5  # sessions in the way that a message names
 
 
@@ -182,12 +184,21 @@ def set_failover(dsn: str, slot: str, wanted: bool, *, connect_timeout: int = 10
         SlotError, ConfigError: it is not there, or this role may not.
     """
     made = replication_connect(dsn, application_name="walstream:alter-slot", connect_timeout=connect_timeout)
+    # The command waits for whoever reads the slot, without a limit that could be set: so it is cancelled from here.
+    limit = threading.Timer(_ALTER_SECONDS, made.cancel)
     try:
+        facts = slot_facts(made, slot)
+        if facts is not None and facts.holder is not None:
+            raise Unavailable(f"slot {slot} is read by {facts.holder}")
+        limit.start()
         with made.cursor() as cursor:
             cursor.execute(f"ALTER_REPLICATION_SLOT {quote(slot)} (FAILOVER {'true' if wanted else 'false'})")
+    except psycopg2.errors.QueryCanceled as error:
+        raise Unavailable(f"slot {slot} was not free within {_ALTER_SECONDS:.0f} s") from error
     except psycopg2.Error as error:
         raise classify(error, doing=f"changing slot {slot}") from error
     finally:
+        limit.cancel()
         made.close()
 
 
