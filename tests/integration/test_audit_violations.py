@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,32 @@ def test_the_sink_does_it_by_itself(world: World, directory: Path) -> None:
     tamper(world, 1, 2)
     eventually(lambda: violations(directory) == [1, 2])
     assert world.state("audit-sink") == "cold"
+
+
+def test_somebody_is_told_after_it_is_on_record(world: World, directory: Path) -> None:
+    told: list[tuple[int, bool]] = []
+
+    def hook(found: Any) -> None:
+        told.extend((each["seq"], each["seq"] in violations(directory)) for each in found)
+
+    last = world.add_many(3)
+    world.start(AuditSink(directory, on_violation=hook))
+    eventually(lambda: world.reached("audit-sink", last))
+    tamper(world, 1, 2)
+    eventually(lambda: told == [(1, True), (2, True)])
+
+
+def test_a_hook_that_hangs_does_not_stop_the_sink(world: World, directory: Path) -> None:
+    release = threading.Event()
+    world.start(AuditSink(directory, on_violation=lambda _found: release.wait(30)))
+    last = world.add_many(3)
+    eventually(lambda: world.reached("audit-sink", last))
+    tamper(world, 1, 1)
+    eventually(lambda: violations(directory) == [1])
+    tamper(world, 2, 2)
+    last = world.add_many(3)
+    eventually(lambda: world.reached("audit-sink", last) and violations(directory) == [1, 2])
+    release.set()
 
 
 def test_on_the_schema_of_the_last_release_nothing_is_taken_over(world: World, directory: Path) -> None:

@@ -166,6 +166,10 @@ class Declarations:
 
         return self._asked(ask)
 
+    def unacknowledged(self, after: int, upto: int) -> list[Declared]:
+        """Those up to an id that nobody has taken note of yet; errors as above."""
+        return self.violations(after, upto=upto)
+
     def erasure(self, after: int) -> Erasure | None:
         """The first erasure with an id above ``after``; ``None`` if there is none.
 

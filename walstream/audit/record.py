@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any, Final
 
@@ -154,6 +155,11 @@ def _text(raw: bytes) -> bytes:
     if not isinstance(text, str):
         raise NoRecord("its payload's text is no string")
     return text.encode()
+
+
+def recorded_now() -> bytes:
+    """The time of the sink's clock, as a JSON string: ``recorded_at`` of what is recorded now."""
+    return orjson.dumps(datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
 class Pen:

@@ -13,17 +13,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
-
-import orjson
 
 from walstream.config import Settings
 from walstream.errors import ConfigError, RetryLater, WalstreamError
 from walstream.event import Event
 
 from . import erasing, gaps, order_facts
+from .alarm import Alarm, Hook
 from .archive import archive_at
 from .chain import Link
 from .declared import Declarations, warn_if_deaf
@@ -33,7 +31,7 @@ from .loading import load
 from .manifest import Manifest
 from .open_segment import OpenSegment
 from .packing import Packer
-from .record import CHAIN, ERASURE, FORMAT, VIOLATION, Pen
+from .record import CHAIN, ERASURE, FORMAT, VIOLATION, Pen, recorded_now
 from .segments import MiB, name_of, segments_in, sync_folder
 from .vouching import Voucher
 
@@ -55,6 +53,7 @@ class AuditTrail:
         roll_bytes, roll_seconds: a segment is closed when it is so large, or so old.
         archive: URL of a folder in object storage that closed segments are copied to.
         archive_options: for its file system (fsspec).
+        on_violation: a command, or a function, that is told of violations (:class:`walstream.audit.alarm.Alarm`).
 
     Raises:
         ConfigError: key, places or archive are not what they should be.
@@ -72,6 +71,7 @@ class AuditTrail:
         roll_seconds: float = 86_400.0,
         archive: str | None = None,
         archive_options: dict[str, Any] | None = None,
+        on_violation: Sequence[str] | Hook | None = None,
     ) -> None:
         if head_every < 1 or head_seconds < 0 or roll_bytes < 1 or roll_seconds <= 0:
             raise ConfigError("head_every and roll_bytes are at least 1, head_seconds and roll_seconds are positive")
@@ -80,6 +80,7 @@ class AuditTrail:
         self._roll_bytes = roll_bytes
         self._roll_seconds = roll_seconds
         self._directory = Directory(self.path)
+        self._alarm = Alarm(on_violation, self.path)
         self._packer = Packer(archive_at(archive, archive_options or {}) if archive else None)
         self._open: OpenSegment | None = None
         self._known: Known | None = None
@@ -157,6 +158,7 @@ class AuditTrail:
                 self._roll(self._open, settings)
             self._vouch(settings)
             self._settle()
+            self._alarm.ring(self._open.link.ids.get(VIOLATION, 0), self._asking(settings).unacknowledged)
 
     def close(self) -> None:
         """Vouch for the last records, finish what is being compressed, and let go of the files."""
@@ -232,7 +234,7 @@ class AuditTrail:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _write(self, events: Sequence[Event], settings: Settings, first: int | None) -> None:
-        now = _now()
+        now = recorded_now()
         lines: list[bytes] = []
         if self._open is None:
             self._begin(events[0], settings, first, now)
@@ -267,8 +269,8 @@ class AuditTrail:
             open_ = self._open
             assert open_ is not None
             pen, ids = Pen(open_.link.n, open_.link.hash), dict(open_.link.ids)
-            lines = declarations.lines(pen, ids, _now()) or erasing.taken_over(
-                declarations, pen, ids, self.path, self._manifest, _now()
+            lines = declarations.lines(pen, ids, recorded_now()) or erasing.taken_over(
+                declarations, pen, ids, self.path, self._manifest, recorded_now()
             )
             if not lines:
                 return
@@ -391,8 +393,3 @@ class AuditTrail:
         self._manifest.write(self.path)
         for closed in done:
             (self.path / closed.file.removesuffix(".zst")).unlink(missing_ok=True)
-
-
-def _now() -> bytes:
-    """The time of the sink's clock, as a JSON string."""
-    return orjson.dumps(datetime.now(UTC).isoformat(timespec="milliseconds"))
