@@ -9,6 +9,9 @@ from typing import Final
 _NAMES: Final = {
     "latency": "from an insert to its handler",
     "drain": "draining a backlog through the slot, beside pg_recvlogical and other clients",
+    "catchup": "a projector that is far behind, beside draining the slot",
+    "sustained": "how many appends a second it keeps up with, and for how long (soak)",
+    "scale": "cost by size of the ledger, projectors and sessions; bytes of the order and of WAL",
     "ceiling": "what an event costs the client alone, without a walsender's noise",
     "decode": "what decoding a message costs",
     "append": "what append() costs beside an INSERT",

@@ -28,6 +28,7 @@ class Receipt:
         self._missing = projectors
         self._file = file
         self._lock = threading.Lock()
+        self._began = 0.0
         self._cpu = 0.0
         self._threads: dict[str, float] = {}
 
@@ -35,7 +36,7 @@ class Receipt:
         """Everything is loaded and connected; events come from here on."""
         with self._lock:
             if not self._threads:
-                self._cpu, self._threads = time.process_time(), _cpu_of_threads()
+                self._began, self._cpu, self._threads = time.time(), time.process_time(), _cpu_of_threads()
 
     def finish(self) -> None:
         """One projector has had them all."""
@@ -50,6 +51,7 @@ class Receipt:
             }
         per_kib = 1 if sys.platform == "linux" else 1024
         found = {
+            "began": self._began,
             "ended": ended,
             "cpu": cpu,
             "threads": threads,

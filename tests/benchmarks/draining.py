@@ -47,6 +47,7 @@ def by_walstream(
     projectors: int = 1,
     parsing: int = 0,
     walsender: bool = True,
+    cold: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Drained:
     """`walstream run` as it is shipped.
@@ -55,12 +56,16 @@ def by_walstream(
         projectors: how many.
         parsing: how many of them look into every payload.
         walsender: whether the slot is read at all (a played stream begins when the projector was set up).
+        cold: nobody ingests; what is in the order already is read from there and from the table.
         environment: further settings.
 
     Raises:
         RuntimeError: it ended, or takes too long.
     """
-    ledger.reset()
+    if cold:
+        ledger.forget_cursors()
+    else:
+        ledger.reset()
     with tempfile.TemporaryDirectory() as folder:
         receipt = Path(folder) / "receipt.json"
         wanted = {
@@ -72,11 +77,12 @@ def by_walstream(
             **(environment or {}),
         }
         processes = Processes(Path(folder) / "log", wanted)
-        began = time.time()
-        processes.start("walstream", "run", "tests.benchmarks.drained_stream:stream")
+        target = "tests.benchmarks.drained_stream:stream"
+        processes.start("walstream", "run", target, *(["--no-ingest"] if cold else []))
         cpu: float | None = None
         try:
-            if walsender:
+            began: float | None = None
+            if walsender and not cold:
                 began, sender = ledger.started()
             until = time.monotonic() + _PATIENCE
             while not receipt.exists():
@@ -84,12 +90,12 @@ def by_walstream(
                 if time.monotonic() > until:
                     raise RuntimeError(f"walstream has not drained {ledger.events} events in {_PATIENCE:.0f} s")
                 time.sleep(_LOOK)
-            if walsender:
+            if began is not None:
                 cpu = cpu_seconds_of(sender)
         finally:
             processes.stop()
         found = json.loads(receipt.read_text())
-    return Drained(found["ended"] - began, found["cpu"], cpu, found["rss_mb"], found["threads"])
+    return Drained(found["ended"] - (began or found["began"]), found["cpu"], cpu, found["rss_mb"], found["threads"])
 
 
 def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = False) -> Drained:

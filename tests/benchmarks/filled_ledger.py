@@ -46,12 +46,11 @@ class FilledLedger:
         end: WAL position behind the last of them, as text.
     """
 
-    def __init__(
-        self, shape: Shape, events: int | None = None, *, settings: Mapping[str, Setting] | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, events: int | None = None, *, sessions: int = 1000) -> None:
         self._shape = shape
+        self._sessions = sessions
         self.events = shape.events if events is None else events
-        self.server = PostgresServer({**_SETTINGS, **(settings or {})}, durable=True)
+        self.server = PostgresServer(_SETTINGS, durable=True)
         self.end = "0/0"
         self._logged = 0
 
@@ -101,6 +100,10 @@ class FilledLedger:
         )
         self._logged = len(self.server.log)
 
+    def forget_cursors(self) -> None:
+        """Projectors are new again; the order stays."""
+        self.execute("DELETE FROM walstream.projectors", "CHECKPOINT")
+
     def started(self) -> tuple[float, int]:
         """When the slot of the run began to be read (seconds since 1970), and by which server process.
 
@@ -132,5 +135,9 @@ class FilledLedger:
         if result.exit_code != 0:
             raise RuntimeError(f"walstream init failed: {result.output}")
         self.execute(f"SELECT pg_copy_logical_replication_slot('{SLOT}', '{_KEPT}')")
-        self.execute(filling(self._shape, self.events), "CHECKPOINT")
+        self.execute(
+            filling(self._shape, self.events, sessions=self._sessions),
+            "SELECT count(*) FROM agent_events",  # whoever reads rows first marks them, and writes WAL with that
+            "CHECKPOINT",
+        )
         self.end = str(self.execute("SELECT pg_current_wal_insert_lsn()::text")[0][0])

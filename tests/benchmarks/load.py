@@ -50,8 +50,7 @@ def append(bin_dir: Path, dsn: str, *, run: int, rate: float, seconds: float, cl
             "-h", words["host"], "-p", words["port"], "-U", words["user"], words["dbname"],
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-        if "password" in words:
-            environment["PGPASSWORD"] = words["password"]
+        environment["PGOPTIONS"] = words.get("options", "")
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"pgbench ended with {done.returncode}: {done.stderr[-2000:]}")
