@@ -12,6 +12,7 @@ from tests.integration.test_snapshots import Driver, rebuilt, rows
 from tests.ledger_oracle import check
 from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream import Context, Event, Projector
+from walstream.engine.erasure_watch import ErasureWatch
 from walstream.errors import LedgerError, RowMissing
 from walstream.event import ERASED_PAYLOAD
 from walstream.ledger.fold import Fold, FoldEvent
@@ -104,6 +105,28 @@ def test_a_projector_goes_on_hot_and_cold(world: World, mode: str) -> None:
     eventually(lambda: world.reached("late", 6), what="the end, from the ledger")
     assert late.seen == [2, 4, 6]
     assert set(late.seen) <= set(hot.seen)
+
+
+@pytest.mark.parametrize("mode", ["redact", "remove"])
+def test_ingest_stops_handing_out_what_it_has_in_memory(world: World, mode: str) -> None:
+    buffer = world.make_hot()
+    watch = ErasureWatch(world.settings, lambda: world.connection, buffer)
+    world.add_many(4, sessions=2)
+    watch.look()
+    assert buffer.read(0, 10, 0) is not None, "nothing was erased"
+    erase(world, mode=mode)
+    watch.look()
+    assert buffer.read(0, 10, 0) is None
+    world.add("late", session=OTHER)
+    for _ in range(10):
+        watch.look()
+    world.add("later", session=OTHER)
+    watch.look()
+    assert [event.event_type for event in buffer.read(5, 10, 0) or ()] == ["later"]
+    counter = Counter()
+    world.start(counter)
+    eventually(lambda: world.reached("counter", 6), what="the end")
+    assert counter.seen == [2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("mode", ["redact", "remove"])

@@ -45,6 +45,19 @@ def test_a_reader_gets_what_follows_its_position() -> None:
     assert buffer.read(6, 3, 0) is None, "ahead of the buffer"
 
 
+def test_what_is_forgotten_is_read_cold_and_what_comes_is_hot() -> None:
+    buffer = HotBuffer(1 << 20)
+    buffer.publish(events(1, 3), 30)
+    incarnation = buffer.incarnation
+    buffer.forget()
+    assert (buffer.head, buffer.nbytes, buffer.incarnation) == (3, 0, incarnation)
+    assert buffer.read(1, 10, 0, incarnation=incarnation) is None
+    assert buffer.read(3, 10, 0, incarnation=incarnation) == ()
+    buffer.publish(events(4, 2), 20)
+    assert buffer.read(2, 10, 0) is None
+    assert offsets(buffer.read(3, 10, 0)) == [4, 5]
+
+
 def test_what_does_not_continue_is_refused() -> None:
     buffer = HotBuffer(1 << 20)
     buffer.publish(events(1, 3), 30)

@@ -33,6 +33,7 @@ from walstream.source.failures import classify
 from .birth import BirthStopped, SlotMaker
 from .caretaker import Caretaker, Chore, SharedConnection
 from .catalogue_watch import CatalogueWatch
+from .erasure_watch import ErasureWatch
 from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Lease
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("walstream.ingest")
 
 _WATCH_SECONDS = 5.0
+_ERASURES_SECONDS = 1.0
 _COMPACT_SECONDS = 30.0
 _RECONCILE_SECONDS = 60.0
 _PARTITIONS_SECONDS = 3600.0
@@ -300,19 +302,14 @@ class IngestSupervisor:
 
         stopping = threading.Event()
         reconciler = Reconciler(
-            self._settings,
-            identity,
-            session,
-            orderer,
-            generation,
-            lambda: shared.connection,
-            stopping,
-            look,
+            self._settings, identity, session, orderer, generation, lambda: shared.connection, stopping, look
         )
+        erasures = ErasureWatch(self._settings, lambda: shared.connection, self._buffer)
         return Caretaker(
             [
                 Chore("the comparison of ledger and order", reconciler.run, _RECONCILE_SECONDS),
                 Chore("the look at the ledger's table", look, _WATCH_SECONDS),
+                Chore("the look for erasures", erasures.look, _ERASURES_SECONDS),
                 Chore("compaction of the order", compact, _COMPACT_SECONDS),
                 Chore(
                     "the look at the partitions",

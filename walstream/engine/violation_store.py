@@ -36,7 +36,7 @@ _DECLARED: Final = """
      WHERE EXISTS (
         SELECT FROM {schema}.erasures AS e
          WHERE e.xid = s.next - ((s.next - v.xid) & 4294967295)
-           AND numrange(e.first_seq, e.last_seq, '[]') @> v.seq::numeric)"""
+           AND int8range(e.first_seq, nullif(e.last_seq, 9223372036854775807), '[]') @> v.seq)"""
 
 _RECORD: Final = """
     WITH durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'local', true) AS level)

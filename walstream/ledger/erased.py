@@ -14,7 +14,7 @@ from .schema import fill, parameter_names
 
 _DECLARED: Final = """
 SELECT EXISTS (SELECT FROM $namespace.erasures
-                WHERE pg_catalog.numrange(first_seq, last_seq, '[]') @> (%s)::numeric)"""
+                WHERE pg_catalog.int8range(first_seq, nullif(last_seq, 9223372036854775807), '[]') @> (%s)::bigint)"""
 # The releases before have declarations without number and session.
 _OF_SESSION: Final = """
 SELECT pg_catalog.to_char(pg_catalog.timezone('UTC', e.erased_at), 'YYYY-MM-DD HH24:MI:SS'), e.reason

@@ -142,7 +142,7 @@ def _beyond(settings: Settings, projectors: list[str], columns: list[str], mode:
     table = settings.ledger.qualified
     yield "backups, archived WAL, WAL that a slot keeps, and replicas until they have replayed it"
     yield f"pages on the disk: the old rows stay in them until VACUUM {table} (and the other tables) has run"
-    yield "the memory of processes that run: what they hold of the newest events is gone when they are restarted"
+    yield "the memory of processes that run: for some seconds they may still hand out what they hold of it"
     yield "log files, files that were exported, and whatever was sent elsewhere"
     if columns and mode == "redact":
         yield f"columns of {table} besides the payload: {', '.join(columns)}"

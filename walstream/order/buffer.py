@@ -108,6 +108,12 @@ class HotBuffer:
             self._clear(next_offset)
             self._changed.notify_all()
 
+    def forget(self) -> None:
+        """Forget what is here: it is not, or may not be, what the ledger says by now. Readers get it cold."""
+        with self._changed:
+            self._clear(self._next)
+            self._changed.notify_all()
+
     def reset(self, next_offset: int) -> None:
         """Forget everything and begin again: ingest has a new connection, and the order ends before ``next_offset``."""
         with self._changed:

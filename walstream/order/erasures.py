@@ -9,7 +9,7 @@ from psycopg2.extensions import connection as Connection
 
 from walstream.order.table import own_table, query
 
-COVERS: Final = "pg_catalog.numrange(first_seq, last_seq, '[]') @> s::numeric"
+COVERS: Final = "pg_catalog.int8range(first_seq, nullif(last_seq, 9223372036854775807), '[]') @> s"
 """SQL: whether a row of ``erasures`` declares the seq ``s``. Written as its index has it, since a session among others
 is a range an event."""
 
