@@ -167,7 +167,7 @@ def test_killed_between_the_record_and_the_blanking(
     class Killed(BaseException):
         pass
 
-    def killed(*_: object) -> None:
+    def killed(*_: object, **__: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
@@ -263,7 +263,7 @@ def test_half_an_erasure_is_taken_over_again(world: World, directory: Path, monk
     monkeypatch.setattr(erasing, "MOST", 4)
     erase(world)
     with monkeypatch.context() as patch:
-        patch.setattr(erasing, "blank", lambda *_: False)
+        patch.setattr(erasing, "blank", lambda *_, **__: False)
         tick(world, directory, head_every=1_000_000, head_seconds=10_000)
     path = newest(directory)
     (directory / "heads.jsonl").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from tests.audit_files import event, record, records
 from tests.unit.test_audit_verify import EXAMPLE, Trail, with_erasure
 from walstream.audit import verifying
-from walstream.audit.blanking import archived, blank, find, put_aside, ranges_of
+from walstream.audit.blanking import Unfinished, archived, blank, find, put_aside, ranges_of
 from walstream.audit.manifest import Manifest
 from walstream.audit.segments import remove_scratch, segments_in
 from walstream.audit.verifying import verify
@@ -103,13 +104,14 @@ def test_a_full_disk_leaves_the_segment_as_it_was(trail: Trail, monkeypatch: pyt
 
 
 def test_records_are_found_by_offset(trail: Trail) -> None:
-    found = find(trail.directory, [3, 77, 78, 400])
+    found = find(trail.directory, [3, 77, 78, 400], "s")
+    assert find(trail.directory, [3, 77, 78, 400], "another") == []
     by_n = {each.n: each for each in records(trail.directory)}
     assert [by_n[each.n].offset for each in found] == [3, 77, 78]
     assert [each.sha256 for each in found] == [by_n[each.n].sha256.decode() for each in found]
     erasure = with_erasure(trail, found[1].n, found[1].n)
     blank(trail.directory, {erasure: [(found[1].n, found[1].n)]}, manifest_of(trail))
-    assert [each.n for each in find(trail.directory, [3, 77, 78])] == [found[0].n, found[2].n]
+    assert [each.n for each in find(trail.directory, [3, 77, 78], "s")] == [found[0].n, found[2].n]
 
 
 def test_payloads_with_line_breaks(tmp_path: Path) -> None:
@@ -161,3 +163,21 @@ def test_it_can_be_verified_while_payloads_are_erased(trail: Trail, monkeypatch:
 
     monkeypatch.setattr(verifying, "_check_all", meanwhile)
     assert trail.verify().findings == []
+
+
+def test_it_is_done_in_goes_that_get_on(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
+    erasure = with_erasure(trail, 5, 115)
+    ticks = iter(range(1000))
+    monkeypatch.setattr("walstream.audit.blanking.time.monotonic", lambda: next(ticks))
+    done: set[tuple[int, str, int]] = set()
+    for _ in range(10):
+        with contextlib.suppress(Unfinished):
+            blank(trail.directory, {erasure: [(5, 115)]}, manifest_of(trail), done=done, seconds=2)
+            break
+    assert next(ticks) > 6
+    report = trail.verify()
+    assert (report.findings, report.blanked) == ([], 111)
+    assert len(done) == len(segments_in(trail.directory)) - 1
+    another = with_erasure(trail, 2, 3)  # what is done is done for the others
+    assert blank(trail.directory, {erasure: [(5, 115)], another: [(2, 3)]}, manifest_of(trail), done=done)
+    assert trail.verify().blanked == 113

@@ -8,11 +8,14 @@ newest segment holds such a record, since nothing is written behind one before i
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import orjson
 
 from .manifest import Manifest, describe
 from .record import EVENT, NoRecord, Record, parse, without_payload
@@ -26,6 +29,10 @@ Ranges = Sequence[tuple[int, int]]
 _LONGEST: Final = 50_000_000  # records of a segment
 MOST: Final = 10_000
 """Records that one record of an erasure declares; of a larger one there are several."""
+
+
+class Unfinished(Exception):
+    """Some segments still hold payloads: it goes on when it is called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,8 @@ def ranges_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return made
 
 
-def find(directory: Path, offsets: Collection[int]) -> list[Found]:
-    """The records of events with these offsets that have a payload here.
+def find(directory: Path, offsets: Collection[int], session_id: str) -> list[Found]:
+    """The records of events of a session, with these offsets, that have a payload here.
 
     Raises:
         NoRecord, DamagedFile: a segment is not what it was.
@@ -61,6 +68,7 @@ def find(directory: Path, offsets: Collection[int]) -> list[Found]:
     """
     found: list[Found] = []
     wanted = sorted(offsets)
+    mark = b'"session_id":%b,' % orjson.dumps(session_id)
     segments = segments_in(directory)
     for place, segment in enumerate(segments):
         behind = segments[place + 1].next_offset if place + 1 < len(segments) else None
@@ -69,21 +77,33 @@ def find(directory: Path, offsets: Collection[int]) -> list[Found]:
         if begin == end:
             continue
         here = set(wanted[begin:end])
-        for _, record in _records(segment.path, segment.first_n):
-            if record.offset in here and record.kind == EVENT and record.payload is not None:
-                found.append(Found(record.n, record.sha256.decode()))
+        for n, line in _lines(segment.path, segment.first_n):
+            if mark in line:
+                record = _record(line, n, segment.name)
+                if record.offset in here and record.kind == EVENT and record.payload is not None:
+                    found.append(Found(n, record.sha256.decode()))
     return found
 
 
-def blank(directory: Path, erasures: Mapping[int, Ranges], manifest: Manifest) -> bool:
+def blank(
+    directory: Path,
+    erasures: Mapping[int, Ranges],
+    manifest: Manifest,
+    *,
+    done: set[tuple[int, str, int]] | None = None,
+    seconds: float = float("inf"),
+) -> bool:
     """Take the payloads that these records of erasures declare out of every segment here; say whether any was there.
 
     What the manifest says of closed segments is put right, and written.
 
     Args:
         erasures: by the number of the record: which records it declares.
+        done: segments in which nothing is left to do: the newest erasure, name and inode; added to.
+        seconds: after which it stops at the next segment.
 
     Raises:
+        Unfinished: it stopped.
         NoRecord, DamagedFile: a segment is not what it was.
         OSError: the disk is full, or gone. What is done so far is done, and the rest as it was.
     """
@@ -91,8 +111,16 @@ def blank(directory: Path, erasures: Mapping[int, Ranges], manifest: Manifest) -
     if not declared:
         return False
     segments = segments_in(directory)
+    newest = max(erasures)
+    until = time.monotonic() + seconds
     changed = stale = False
     for place, segment in enumerate(segments):
+        if done is not None and (newest, segment.path.name, segment.path.stat().st_ino) in done:
+            continue
+        if time.monotonic() >= until:
+            if stale:
+                manifest.write(directory)
+            raise Unfinished(f"{place} of {len(segments)} segments are done")
         behind = segments[place + 1].first_n if place + 1 < len(segments) else None
         here = [each for each in declared if each[1] >= segment.first_n and (behind is None or each[0] < behind)]
         if not here:
@@ -105,6 +133,8 @@ def blank(directory: Path, erasures: Mapping[int, Ranges], manifest: Manifest) -
         changed = changed or any(rewritten)
         if segment.packed is not None:
             stale = _describe_again(segment, manifest) or stale
+        if done is not None and behind is not None:
+            done.add((newest, segment.path.name, segment.path.stat().st_ino))
     if stale:
         manifest.write(directory)
     return changed
@@ -127,17 +157,22 @@ def put_aside(folder: Path, session_id: str) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file() and wanted in path.read_bytes())
 
 
-def _records(path: Path, first_n: int) -> Iterator[tuple[bytes, Record]]:
+def _lines(path: Path, first_n: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a segment with the numbers that they should have."""
     n = first_n
     for lines in read_lines(path):
         for line in lines:
             if line.endswith(b"\0"):
                 return  # a torn end: of no record yet
-            record = parse(line)
-            if record.n != n:
-                raise NoRecord(f"{path.name} has record {record.n} where record {n} belongs")
-            yield line, record
+            yield n, line
             n += 1
+
+
+def _record(line: bytes, n: int, name: str) -> Record:
+    record = parse(line)
+    if record.n != n:
+        raise NoRecord(f"{name} has record {record.n} where record {n} belongs")
+    return record
 
 
 def _describe_again(segment: Segment, manifest: Manifest) -> bool:
@@ -154,15 +189,13 @@ def _describe_again(segment: Segment, manifest: Manifest) -> bool:
 
 def _rewrite(path: Path, first_n: int, erased: Mapping[int, int]) -> bool:
     """Write a segment anew without the payloads of these records, if it has one; say whether it had."""
-    records = _records(path, first_n)
-    if not any(record.n in erased and record.payload is not None for _, record in records):
+
+    def has_payload(line: bytes, n: int) -> bool:
+        return n in erased and _record(line, n, path.name).payload is not None
+
+    if not any(has_payload(line, n) for n, line in _lines(path, first_n)):
         return False
-    write_anew(
-        path,
-        (
-            without_payload(line, erased[record.n]) if record.n in erased and record.payload is not None else line
-            for line, record in _records(path, first_n)
-        ),
-    )
+    lines = _lines(path, first_n)
+    write_anew(path, (without_payload(line, erased[n]) if has_payload(line, n) else line for n, line in lines))
     log.warning("%s: payloads were taken out that an erasure declares", path)
     return True

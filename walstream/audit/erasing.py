@@ -9,7 +9,7 @@ from typing import Final
 from walstream.errors import RetryLater
 from walstream.event import Event
 
-from .blanking import MOST, archived, blank, find, put_aside, ranges_of
+from .blanking import MOST, Unfinished, archived, blank, find, put_aside, ranges_of
 from .declared import Declarations, Erasure
 from .loading import Loaded, TrailBroken, load
 from .manifest import Manifest
@@ -21,6 +21,7 @@ from .tail import SIDE_FOLDER
 log = logging.getLogger("walstream.audit")
 
 _PATIENCE: Final = 5.0
+_SECONDS = 10.0  # of one go: a projector that takes longer is taken for one that hangs
 
 
 def taken_over(
@@ -56,7 +57,7 @@ def lines(pen: Pen, directory: Path, manifest: Manifest, erasure: Erasure, now: 
         OSError: it cannot be read.
     """
     try:
-        found = find(directory, erasure.offsets)
+        found = find(directory, erasure.offsets, erasure.session_id) if erasure.session_id is not None else []
     except (NoRecord, DamagedFile) as error:
         raise _damaged(directory, error) from error
     made: list[bytes] = []
@@ -90,7 +91,7 @@ def settled(directory: Path, loaded: Loaded, packer: Packer) -> Loaded:
 
     Raises:
         TrailBroken: a segment is not what it was.
-        RetryLater: a segment is being compressed, or copied to the archive.
+        RetryLater: a segment is being compressed, or copied to the archive; or it takes longer than one go may.
         OSError: the disk is full, or gone.
     """
     if not loaded.link.erasures:
@@ -98,7 +99,9 @@ def settled(directory: Path, loaded: Loaded, packer: Packer) -> Loaded:
     if not packer.put_down(_PATIENCE):
         raise RetryLater(f"{directory}: payloads are erased once the segment at hand is compressed and archived")
     try:
-        changed = blank(directory, loaded.link.erasures, loaded.manifest)
+        changed = blank(directory, loaded.link.erasures, loaded.manifest, done=packer.blanked, seconds=_SECONDS)
+    except Unfinished as unfinished:
+        raise RetryLater(f"{directory}: payloads are being erased: {unfinished}") from None
     except (NoRecord, DamagedFile) as error:
         raise _damaged(directory, error) from error
     return load(directory) if changed else loaded

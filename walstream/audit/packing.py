@@ -32,10 +32,14 @@ class Packer:
 
     Args:
         store: of the archive; ``None`` if there is none.
+
+    Attributes:
+        blanked: segments that were found to hold nothing any more that is to be erased, see ``blanking.blank``.
     """
 
     def __init__(self, store: Store | None = None) -> None:
         self.archives = store is not None
+        self.blanked: set[tuple[int, str, int]] = set()
         self._store = store
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
