@@ -177,7 +177,8 @@ class Faults:
         stage = self._stage
         stage.execute("ALTER PUBLICATION walstream DROP TABLE agent_events")
         time.sleep(seconds)
-        stage.execute("ALTER PUBLICATION walstream ADD TABLE agent_events")
+        with contextlib.suppress(psycopg2.errors.DuplicateObject):
+            stage.execute("ALTER PUBLICATION walstream ADD TABLE agent_events")
         return time.monotonic()
 
     # -- the disk ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import psycopg2
 
 from .cast import MARK
 
-STUCK_SECONDS: Final = 90.0
+STUCK_SECONDS: Final = 120.0
 """Whoever has not recovered by then hangs."""
 
 _LONG: Final = 8.0
