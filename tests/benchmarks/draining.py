@@ -124,7 +124,9 @@ def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = 
         time.sleep(_LOOK)
     process.returncode = os.waitstatus_to_exitcode(status)
     moment = time.time()
-    said = process.stderr.read().decode(errors="replace") if process.stderr else ""
+    assert process.stderr is not None
+    with process.stderr as pipe:
+        said = pipe.read().decode(errors="replace")
     if process.returncode != 0:
         raise RuntimeError(f"pg_recvlogical ended with {process.returncode}: {said}")
     per_kib = 1 if sys.platform == "linux" else 1024

@@ -1,0 +1,94 @@
+"""The benchmarks of speed work: small ones of each, for what they tell and not for how fast they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import __main__ as entry
+from tests.benchmarks import ceiling, drain, mock_walsender
+from tests.benchmarks.draining import by_walstream
+from tests.benchmarks.filled_ledger import FilledLedger
+from tests.benchmarks.shapes import SHAPES
+
+EVENTS = 1200
+
+
+@pytest.fixture(scope="module")
+def filled() -> Iterator[FilledLedger]:
+    """A ledger of shape B."""
+    with FilledLedger(SHAPES["B"], EVENTS) as ledger:
+        yield ledger
+
+
+def test_events_have_the_shape_that_they_are_called_by(filled: FilledLedger) -> None:
+    sizes = filled.execute("SELECT min(length(payload::text)), max(length(payload::text)), count(*) FROM agent_events")
+    assert sizes == [(290, 290, EVENTS)]
+    transactions = filled.execute("SELECT count(DISTINCT xmin::text) FROM agent_events")
+    assert transactions == [(3,)], "500, 500 and the rest"
+
+
+def test_a_played_stream_is_ordered_and_handled_like_a_real_one(filled: FilledLedger, tmp_path: Path) -> None:
+    by_walstream(filled)
+    query = "SELECT sum(events), max(last_lsn), array_agg(recovered) @> '{true}' FROM walstream.commit_order"
+    real = filled.execute(query)
+    filled.reset()
+    recording = tmp_path / "recording"
+    messages = mock_walsender.record(filled, recording)
+    assert messages == EVENTS + 2 * 3 + 1, "inserts, Begin and Commit of three transactions, and the relation"
+    run, step = ceiling.once(filled, recording)
+    assert filled.execute(query) == real == [(EVENTS, real[0][1], False)]
+    assert run.client_cpu > 0
+    assert {"walstream-ingest", "walstream-orderer"} <= run.threads.keys()
+    assert step > 0
+
+
+def test_cold_it_has_the_same_events(filled: FilledLedger) -> None:
+    by_walstream(filled)
+    run = by_walstream(filled, cold=True)
+    assert run.seconds > 0
+    assert "walstream-ingest" not in run.threads
+    positions = filled.execute("SELECT position FROM walstream.cursors")
+    assert positions == [(EVENTS,)]
+
+
+@pytest.mark.slow
+def test_contenders_drain_the_same_and_are_told_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["drain", "--shapes", "D", "--events", "1000", "--runs", "1", "--without-others", "--json"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+    assert entry.main() == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    figures = found["shapes"]["D"]["unix"]
+    assert len(figures) == 4
+    for each in figures.values():
+        assert {"events_per_s", "ratio", "client_cpu_us", "rss_mb", "runs"} <= each.keys()
+    best = max(each["ratio"] for name, each in figures.items() if name.startswith(drain.FIRST))
+    assert best == 1, "the better one of the two counts as 1"
+
+
+def test_a_ratio_above_the_limit_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {
+        "client_cpu_us": 5.0, "spread": [5.0, 5.0], "ratio_to_loop": 10.0, "loop_us": 0.5, "rss_mb": 90.0,
+        "threads_us": {}, "events": 1, "messages": 1, "runs": 1,
+    }  # fmt: skip
+    monkeypatch.setattr(ceiling, "measure", lambda *_: figures)
+    assert ceiling.main(["--shapes", "B", "--limit", "10"]) == 0
+    assert ceiling.main(["--shapes", "B", "--limit", "9.9"]) == 1
+    assert ceiling.main(["--shapes", "B"]) == 0
+
+
+def test_an_unknown_name_says_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "fast"])
+    assert entry.main() == 2
+    told = capsys.readouterr().err
+    for name in ("drain", "latency", "catchup", "sustained", "scale", "ceiling"):
+        assert name in told
