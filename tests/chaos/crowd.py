@@ -42,6 +42,10 @@ class Crowd(Load):
         self.appended: set[str] = set()
         self.poison_sessions: set[str] = set()
 
+    def ease(self, pause: float) -> None:
+        """From now on so many seconds between two transactions of a writer, at the most."""
+        self._pause = pause
+
     def _transaction(self, connection: Connection, chance: random.Random, sessions: list[str], agent: str) -> bool:
         kind = chance.random()
         if kind < 0.0006:

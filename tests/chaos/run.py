@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +27,9 @@ from .stage import Ended, Stage
 from .verdict import PROJECTORS, Verdict, judge, parked_as_it_should
 
 _SETTLE_SECONDS = 240.0
-_LARGEST = 8_000  # rows of a transaction
+_LARGEST = 4_000  # rows of a transaction
+_PAUSE, _LONG_PAUSE = 0.15, 3.0  # seconds between two transactions of a writer, at the most
+_BACKLOG = 1_500  # events: above it the writers take the long one, so that a busy machine is not taken for a hang
 _BIRTHS_WITHIN = 600.0  # seconds in which a consumer makes at most five slots
 _BIRTHS = 4
 _COUNTS = """\
@@ -157,12 +160,15 @@ class Run:
         self._going_on = lambda: [outage.kind for outage in recoveries.open]
         for who in ("consumer", "reader"):
             stage.start(who)
-        crowd = Crowd(stage.settings, writers=self._writers, seed=self._seed, pause=0.15, largest=_LARGEST)
+        crowd = Crowd(stage.settings, writers=self._writers, seed=self._seed, pause=_PAUSE, largest=_LARGEST)
         crowd.start()
+        ended = threading.Event()
+        threading.Thread(target=_pace, args=(stage, crowd, ended), daemon=True).start()
         try:
             recoveries.wait([recoveries.watch("start", time.monotonic())])
             self._inject(stage, recoveries, report, say)
         finally:
+            ended.set()
             crowd.stop()
         progress.phase, progress.fault = "letting it catch up", ""
         self._settle(stage, say)
@@ -237,6 +243,14 @@ class Run:
                 return [*findings, "what is parked is not delivered although it could be"]
             time.sleep(0.2)
         return findings
+
+
+def _pace(stage: Stage, crowd: Crowd, ended: threading.Event) -> None:
+    """Let the writers take their time while the projectors are far behind."""
+    while not ended.wait(1):
+        with contextlib.suppress(psycopg2.Error):
+            events, delivered, _ = stage.server.execute(_COUNTS)[0]
+            crowd.ease(_LONG_PAUSE if events - delivered > _BACKLOG else _PAUSE)
 
 
 def _standing(stage: Stage) -> str:
