@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,17 @@ def test_forks_and_jobs_have_to_be_decided(world: World) -> None:
     assert (called.exit_code, "is at work: somebody has its lease" in called.stderr) == (3, True)
     found = erase(world, "--yes", "--forks", "erase", "--force", "--json").json
     assert (found["touched"]["sessions"], found["touched"]["open jobs"], found["forks"]) == (2, 1, [CHILD])
+
+
+def test_an_import_does_not_bring_it_back(world: World, tmp_path: Path) -> None:
+    lines = [{"session_id": each, "agent_id": "a", "event_type": "note", "payload": {"n": 1}} for each in (CHILD, ONE)]
+    file = tmp_path / "run.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    erase(world, "--yes")
+    called = call("import", str(file), dsn=world.database.dsn)
+    assert (called.exit_code, f"session {ONE} was erased" in called.stderr) == (3, True)
+    assert world.execute("SELECT count(*) FROM agent_events WHERE session_id = %s", CHILD) == [(0,)]
+    assert ok("import", str(file), "--copies", "1", "--json", dsn=world.database.dsn).json["events"] == 2
 
 
 def test_words_that_are_off(world: World) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import psycopg2
 import typer
 
-from walstream.errors import WalstreamError
+from walstream.errors import ConfigError, WalstreamError
+from walstream.ledger.erased import erased_sessions
 from walstream.ledger.importing import DEFAULT_BATCH, Batch, Checked, Importer, Pace, Sources
 from walstream.ledger.json_lines import BadLine
 
@@ -77,6 +78,13 @@ def import_events(
         with connection.cursor() as cur:
             cur.execute("SET row_security = on")
         connection.set_session(isolation_level="READ COMMITTED", autocommit=False)
+        if erased := erased_sessions(connection, settings, list(checked.sessions)):
+            raise ConfigError(
+                f"session {erased[0]} was erased from this ledger"
+                + (f" (and {len(erased) - 1} others in these files)" if len(erased) > 1 else "")
+                + ", and importing it would bring it back",
+                hint="take its lines out, or give it another session id",
+            )
         importer = Importer(connection, settings.ledger)
         known = importer.known_sessions(list(checked.sessions))
         if known:

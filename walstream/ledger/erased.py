@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 import psycopg2
+import psycopg2.errors
+from psycopg2.extensions import connection as Connection
 from psycopg2.extensions import cursor as Cursor
 
 from walstream.config import Settings
@@ -22,6 +25,7 @@ SELECT pg_catalog.to_char(pg_catalog.timezone('UTC', e.erased_at), 'YYYY-MM-DD H
 _NUMBERED: Final = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_attribute
                 WHERE attrelid = pg_catalog.to_regclass($namespace_name || '.erasures') AND attname = 'id')"""
+_ERASED_SESSIONS: Final = "SELECT DISTINCT session_id FROM $namespace.erasures WHERE session_id = ANY (%s) ORDER BY 1"
 _NEWEST: Final = "SELECT coalesce(max(id), 0) FROM $namespace.erasures"
 
 
@@ -39,6 +43,26 @@ def session_erased(cur: Cursor, settings: Settings, session_id: str) -> tuple[st
         row: Any = cur.fetchone()
         return None if row is None else (str(row[0]), str(row[1]))
     return None
+
+
+def erased_sessions(conn: Connection, settings: Settings, session_ids: Sequence[str]) -> list[str]:
+    """Those of these sessions that were erased; none, where walstream is not installed or this login may not know.
+
+    Args:
+        conn: not in autocommit; nothing is open on it afterwards.
+    """
+    named = parameter_names(settings)
+    try:
+        with conn.cursor() as cur:
+            cur.execute(fill(_NUMBERED, named), ())
+            if cur.fetchone() != (True,):
+                return []
+            cur.execute(fill(_ERASED_SESSIONS, named), (list(session_ids),))
+            return [session for (session,) in cur.fetchall()]
+    except psycopg2.errors.InsufficientPrivilege:
+        return []
+    finally:
+        conn.rollback()
 
 
 class Erasures:
