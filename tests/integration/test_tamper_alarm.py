@@ -160,6 +160,26 @@ def test_a_declared_erasure_is_silent_and_nothing_else_is(alarmed: Alarmed, data
     alarmed.expect(("update", 2), ("update", 3))
 
 
+@pytest.mark.parametrize("mode", ["redact", "remove"])
+@pytest.mark.parametrize("by", [None, "month"])
+def test_walstream_erase_is_silent(database: Database, mode: str, by: str | None) -> None:
+    stream = Alarmed(database, *(() if by is None else ("--partition-by", by)))
+    with stream.host(Recorder()):
+        database.execute(
+            "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
+            " SELECT ('00000000-0000-0000-0000-00000000000' || n % 2)::uuid, 'a', 't', '{}'"
+            " FROM generate_series(1, 2500) AS n"
+        )
+        stream.wait_ordered()
+        session = "00000000-0000-0000-0000-000000000001"
+        ok("erase", session, "--reason", "asked for", "--mode", mode, "--yes", dsn=database.dsn)
+        stream.insert("afterwards")
+        stream.wait_ordered_up_to_now()
+        assert stream.recorded() == []
+        database.execute("UPDATE agent_events SET payload = '{}' WHERE seq = 4")
+        stream.expect(("update", 4))
+
+
 def test_many_changes_in_one_transaction(alarmed: Alarmed, database: Database) -> None:
     """Told one by one up to a thousand, then in stretches; what an erasure declares is taken out of these, too."""
     database.execute(

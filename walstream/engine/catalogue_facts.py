@@ -28,12 +28,14 @@ _RELATIONS = f"""{_TREE}
       FROM tree AS t JOIN pg_catalog.pg_class AS c ON c.oid = t.oid
       JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"""
 
+# On 14 the triggers that a partition has from its root are internal; those of foreign keys are on every version.
 _TRIGGERS = f"""{_TREE}
     SELECT format('trigger:%%s:%%s', t.oid, g.tgname),
            jsonb_build_object('name', quote_ident(g.tgname), 'on', t.oid::regclass::text, 'relation', t.oid::bigint,
                               'enabled', g.tgenabled, 'definition', pg_get_triggerdef(g.oid),
                               'ours', n.nspname = %(namespace)s, 'cloned', g.tgparentid <> 0)
-      FROM tree AS t JOIN pg_catalog.pg_trigger AS g ON g.tgrelid = t.oid AND NOT g.tgisinternal
+      FROM tree AS t JOIN pg_catalog.pg_trigger AS g ON g.tgrelid = t.oid
+                       AND (NOT g.tgisinternal OR (g.tgparentid <> 0 AND g.tgconstraint = 0))
       JOIN pg_catalog.pg_proc AS p ON p.oid = g.tgfoid JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace"""
 
 _RULES = f"""{_TREE}

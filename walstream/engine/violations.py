@@ -94,7 +94,7 @@ class ChangeLog:
         self._count += 1
         before = message.old or message.new
         seq = seq_in(relation, before, self._seq)
-        same_row = seq is not None and seq_in(relation, message.new, self._seq) == seq
+        same_row = seq is not None and (message.old is None or seq_in(relation, message.new, self._seq) == seq)
         if self._count > ONE_BY_ONE:
             yield from self._stretch("update", relation, seq if same_row else None)
             return
