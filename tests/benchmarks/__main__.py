@@ -17,6 +17,7 @@ _NAMES: Final = {
     "append": "what append() costs beside an INSERT",
     "audit": "putting events on record, and verifying",
     "handoff": "from a handoff's commit to the handler in another process, beside other queues",
+    "standby": "how long events wait until a stand-by has taken over",
     "rebuild": "what a rebuild of a session costs, and the snapshot writer",
 }
 

@@ -72,7 +72,9 @@ def caught_up(stream: Installed) -> bool:
 def kept(stream: Installed, standby: Standby) -> bool:
     """Whether the standby has a copy of the slot that will last."""
     rows = standby.execute(
-        "SELECT synced AND NOT temporary FROM pg_replication_slots WHERE slot_name = %s", stream.settings.slot
+        "SELECT (to_jsonb(s) ->> 'synced')::boolean AND NOT temporary FROM pg_replication_slots AS s"
+        " WHERE slot_name = %s",
+        stream.settings.slot,
     )
     return rows == [(True,)]
 

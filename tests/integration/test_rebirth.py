@@ -237,12 +237,17 @@ def test_what_is_in_the_way_is_named_and_has_an_end(
     """C47. What stands in the ledger is delivered all the same."""
     monkeypatch.setattr(rebirth, "WAIT_SECONDS", 0.1)
     monkeypatch.setattr(rebirth, "MOST_ATTEMPTS", 2)
+    words = ("status", "--slot", stream.settings.slot, "--json")
     recorder = Recorder()
     writer = database.connect(application_name="the forgotten one")
     writer.cursor().execute(INSERT)
     stream.insert("seen")
     database.execute("SELECT pg_drop_replication_slot(%s)", stream.settings.slot)
     with stream.host(recorder) as host:
+        eventually(
+            lambda: any("is being made anew" in each for each in call(*words, dsn=database.dsn).json["problems"]),
+            "status says it",
+        )
         eventually(lambda: host.wait(0), "it ends")
         assert isinstance(host.error, SlotError)
         assert "in 2 attempts" in str(host.error)

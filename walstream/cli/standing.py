@@ -288,14 +288,13 @@ def _problems(
 ) -> list[str]:
     found = []
     working = ingest.state not in {"failed", "stopped", "gone"}
-    if identity.slot_state != "ready":
-        if ingest.state not in {"init", "recovering"}:
-            found.append(
-                f"set-up is not complete (state {identity.slot_state}): run `walstream init`, or `walstream run`, which"
-                " goes on with it"
-            )
-    elif ingest.state == "recovering":
+    if ingest.state == "recovering":
         found.append(f"the slot {verdict.reading.name} is being made anew: {ingest.error}")
+    elif identity.slot_state != "ready":
+        found.append(
+            f"set-up is not complete (state {identity.slot_state}): run `walstream init`, or `walstream run`, which"
+            " goes on with it"
+        )
     else:
         found += [
             f"{finding.found}; to do: {finding.remedy}"

@@ -41,7 +41,7 @@ class Filled:
         if not self.events:
             return "no event"
         where = f", offsets {self.first_offset} to {self.last_offset}" if self.first_offset else ""
-        return f"{self.events:,} events (seq {self.min_seq} to {self.max_seq}{where})"
+        return f"{self.events:,} event{'' if self.events == 1 else 's'} (seq {self.min_seq} to {self.max_seq}{where})"
 
 
 @dataclass(frozen=True)
