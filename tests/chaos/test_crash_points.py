@@ -134,6 +134,24 @@ def test_nothing_is_lost_or_doubled_by_a_death(scene: Scene, name: str) -> None:
     assert offsets(scene.folder / "trail") == list(range(1, verdict.events + 1))
 
 
+@pytest.mark.slow
+def test_a_stand_by_that_dies_is_not_noticed(scene: Scene) -> None:
+    generation = "SELECT generation FROM walstream.generation"
+    with scene.consumer() as working:
+        with Writer(scene.database):
+            eventually(lambda: "streaming slot" in working.output, "it works", 60)
+            held = scene.database.execute(generation)
+            with scene.consumer() as second:
+                eventually(lambda: working.output.count("standing by") >= PROJECTORS, "the second stands by", 60)
+                second.kill()
+            time.sleep(0.5)
+        eventually(scene.delivered, "everything is delivered", 90)
+        assert scene.database.execute(generation) == held
+        assert working.terminate() == 0, working.output
+    verdict = judge(scene.database.execute, scene.folder, set())
+    assert verdict.clean, verdict.findings
+
+
 def test_every_point_is_in_the_crash_table() -> None:
     """By its words: who reads the table finds the test."""
     table = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
