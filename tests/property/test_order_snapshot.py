@@ -28,6 +28,9 @@ def test_it_answers_as_the_full_ids_would(xmin: int, width: int, data: st.DataOb
     for xid in picks:
         finished = xid < xmin or (xid < xmax and xid not in running)
         assert snapshot.shows_finished(xid & MASK) is finished, xid
+    asked = [xid & MASK for xid in picks]
+    answers = [snapshot.shows_finished(xid) for xid in asked]
+    assert snapshot.finished_first(asked) == (answers.index(False) if False in answers else len(asked))
 
 
 @pytest.mark.parametrize("text", ["", "1:2", "1:2:3:4", "a:b:", "5:4:", "0:4:", "1:2:x", "1:5:2,,3"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from walstream.event import Commit, Row
 from walstream.order.reconcile import MissingRow
 from walstream.order.segment import MAX_EVENTS, size_codes
+from walstream.order.snapshot import Snapshot
 
 from .intake import Burst, Piece
 from .violations import Violation
@@ -71,15 +73,13 @@ class Backlog:
         self.bursts += 1
         self.nbytes += burst.nbytes
 
-    def ready(self, finished: Callable[[int], bool]) -> int:
+    def ready(self, snapshot: Snapshot) -> int:
         """How many pieces at the front belong to transactions that are finished, and fit into one segment."""
-        ready = rows = 0
-        for commit, count, _, _ in self.pieces:
-            rows += count
-            if rows > MAX_EVENTS or not finished(commit.xid):
-                break
-            ready += 1
-        return ready
+        pieces = self.pieces
+        if len(self.rows) > MAX_EVENTS:
+            ends = accumulate([piece[1] for piece in pieces])
+            pieces = pieces[: sum(end <= MAX_EVENTS for end in ends)]
+        return snapshot.finished_first([piece[0].xid for piece in pieces])
 
     def pop_violations(self, count: int) -> list[Violation]:
         """Remove what belongs to the transactions of the first ``count`` pieces. To be asked before :meth:`pop`."""
@@ -95,7 +95,7 @@ class Backlog:
         """Remove the first ``count`` pieces; return them with their rows, the size class of each payload, whether any
         payload is missing here because it was too large, and about how many bytes that was."""
         pieces = self.pieces[:count]
-        total = sum(piece[1] for piece in pieces)
+        total = sum([piece[1] for piece in pieces])
         rows = self.rows[:total]
         nbytes = self.nbytes if count == len(self.pieces) else self.nbytes * total // max(1, len(self.rows))
         self.nbytes -= nbytes

@@ -120,7 +120,7 @@ class Delivery:
             self._parking.wait(cur, waiting)
             self._cursors.step(cur, self._lane, self.position, through, mark)
 
-        self._project_and_write(events, step)
+        self._project_and_write(events, step, alone=not waiting)
         self.position = through
 
     def deliver_parked(self, event: Event, entry: Entry) -> None:
@@ -200,14 +200,21 @@ class Delivery:
 
     # -- how -------------------------------------------------------------------------------------------------------
 
-    def _project_and_write(self, events: Sequence[Event], step: Callable[[Cursor, str | None], None]) -> None:
+    def _project_and_write(
+        self, events: Sequence[Event], step: Callable[[Cursor, str | None], None], *, alone: bool = False
+    ) -> None:
+        """Project, and write what is the runner's.
+
+        Args:
+            step: writes it.
+            alone: it is one statement, which needs no transaction around it where no projector wrote anything: one
+                round trip to the server instead of three.
+        """
         context = self._context
         context.begin()
         with self._rolling_back():
             if not events:
-                with self._connection.cursor() as cur:
-                    step(cur, None)
-                    self._connection.commit()
+                self._write_step(step, alone=alone)
             elif self._options.transactional:
                 mark = secrets.token_hex(8)
                 with self._watched(), self._connection.cursor() as cur:
@@ -220,15 +227,25 @@ class Delivery:
             else:
                 with self._watched():
                     self._run(self._projector.project(events, context))
-                with self._connection.cursor() as cur:
-                    step(cur, None)
-                    self._connection.commit()
+                self._write_step(step, alone=alone)
         self._announce_all()
 
     def _announce_all(self) -> None:
         if self._announce is not None:
             for channel, payload in self._context.announcements:
                 self._announce(channel, payload)
+
+    def _write_step(self, step: Callable[[Cursor, str | None], None], *, alone: bool) -> None:
+        connection = self._connection
+        connection.autocommit = alone
+        try:
+            with connection.cursor() as cur:
+                step(cur, None)
+                if not alone:
+                    connection.commit()
+        finally:
+            if alone and not connection.closed:
+                connection.autocommit = False
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -19,9 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count, repeat
 from typing import Protocol
 
-from walstream.event import Event, Row
+from walstream.event import Commit, Event, Row
 from walstream.order.buffer import HotBuffer
 from walstream.order.reconcile import recovered_segments
 from walstream.order.segment import Segment
@@ -33,6 +34,10 @@ from .violations import Violation
 
 _NAP_FIRST = 0.0002
 _NAP_LAST = 0.02
+_EVENT_BYTES = 420
+_COMMIT_BYTES = 260
+"""What Python's objects take beside the text of an event (the tuple of its row, the headers of its values) and of a
+transaction, about."""
 
 
 class OrderStore(Protocol):
@@ -224,7 +229,7 @@ class Orderer:
 
     def _release(self, backlog: Backlog) -> bool:
         """Order the longest prefix that is visible to others and fits into a segment. Rule 2."""
-        ready = backlog.ready(self._store.snapshot().shows_finished)
+        ready = backlog.ready(self._store.snapshot())
         if not ready:
             return False
         self._flush(backlog, ready)
@@ -245,7 +250,7 @@ class Orderer:
         if rows:
             filled = [piece for piece in pieces if piece[1]]
             # Not one that is of changes alone and goes on: nothing of that commit is ordered.
-            last_commit, _, last_end, last_inserts = [piece for piece in pieces if any(piece[1:])][-1]
+            last_commit, _, last_end, last_inserts = next(piece for piece in reversed(pieces) if any(piece[1:]))
             segment = Segment(
                 first_offset=self._next,
                 seqs=seqs,
@@ -264,7 +269,7 @@ class Orderer:
             self._publish(pieces, rows, stripped, nbytes)
             self._last_lsn = segment.last_lsn
             self._partial_inserts = segment.partial_inserts
-        end = max((piece[2] for piece in pieces), default=0)
+        end = next((piece[2] for piece in reversed(pieces) if piece[2]), 0)
         if end:
             self.confirmable.append((self._store.wal_position(), end))
         self._finish(backlog, nbytes)
@@ -280,15 +285,11 @@ class Orderer:
         if stripped:
             self._buffer.skip(self._next)  # payloads were not kept: projectors read this stretch from the ledger
             return
-        events: list[Event] = []
-        add = events.append
-        index = 0
-        for commit, count, _, _ in pieces:
-            for row in rows[index : index + count]:
-                add(Event(offset, row, commit))
-                offset += 1
-            index += count
-        self._buffer.publish(events, nbytes + 400 * len(events))
+        commits: list[Commit] = []
+        for piece in pieces:
+            commits += repeat(piece[0], piece[1])
+        events = list(map(Event, count(offset), rows, commits))
+        self._buffer.publish(events, nbytes + _EVENT_BYTES * len(events) + _COMMIT_BYTES * len(pieces))
 
     def _order_recovered(self, found: Recovered) -> None:
         """Rule 11: durable before anybody sees them, because no slot can derive them again."""

@@ -7,6 +7,7 @@ never lets living ids spread wider.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from walstream.errors import LedgerError
@@ -58,6 +59,14 @@ class Snapshot:
         if (xid - self._xmin32) & _MASK >= _HALF:
             return True
         return (xid - self._xmax32) & _MASK >= _HALF and xid not in self._running32
+
+    def finished_first(self, xids: Sequence[int]) -> int:
+        """How many of ``xids`` come before the first that is not finished: the same question, asked of many at once."""
+        xmin, shows_finished = self._xmin32, self.shows_finished
+        for index, xid in enumerate(xids):
+            if (xid - xmin) & _MASK < _HALF and not shows_finished(xid):
+                return index
+        return len(xids)
 
     def __repr__(self) -> str:
         return f"Snapshot({self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.running)))})"
