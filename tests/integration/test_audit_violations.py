@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.audit_files import newest, offsets, records, settle, verified
+from tests.cli_calls import ok
 from tests.conftest import Server
 from tests.runner_world import World, eventually, world_on
 from walstream import RetryLater
@@ -210,6 +211,16 @@ def test_the_sink_does_it_by_itself(world: World, directory: Path) -> None:
     tamper(world, 1, 2)
     eventually(lambda: violations(directory) == [1, 2])
     assert world.state("audit-sink") == "cold"
+
+
+def test_they_are_shown_by_kind(world: World, directory: Path) -> None:
+    world.add_many(3)
+    tamper(world, 1, 2)
+    tick(world, directory, events=True)
+    shown = ok("audit", "show", str(directory), "--kind", "violation", "--json", dsn=world.settings.dsn or "").stdout
+    assert [json.loads(line)["payload"]["seq"] for line in shown.splitlines()] == [1, 2]
+    words = ok("audit", "show", str(directory), "--kind", "violation", dsn=world.settings.dsn or "").stdout
+    assert words.count(" violation {") == 2
 
 
 def test_somebody_is_told_after_it_is_on_record(world: World, directory: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.cli_calls import Called, call, ok
 from tests.conftest import Database
 from tests.integration.births import INSERT, insert_rows
+from tests.integration.streams import Installed, Recorder, eventually
 from walstream.audit.trail import AuditTrail
 from walstream.config import Settings
 from walstream.errors import ExitCode
@@ -157,3 +158,20 @@ def test_a_sink_on_a_narrow_publication_warns(
     ok("init", "--audit", "--slot", slot, dsn=database.dsn)
     trail.check(Settings(dsn=database.dsn))
     assert caplog.text == ""
+
+
+def test_a_publication_that_is_made_again_by_run_is_as_wide_as_it_was(database: Database, tmp_path: Path) -> None:
+    """Who drops it does not switch the alarm off, and is on record."""
+    stream = Installed(database, "--audit", projectors={"audit-sink": {"options": {"directory": str(tmp_path / "a")}}})
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.insert("a")
+        eventually(lambda: database.execute("SELECT 1 FROM walstream.ledger_catalogue"), "the first look")
+    database.execute("DROP PUBLICATION walstream")
+    with stream.host(recorder):
+        eventually(lambda: database.execute("SELECT 1 FROM pg_publication"), "it is made again")
+        assert published(database) == WIDE
+        stream.insert("b")
+        eventually(lambda: recorder.types == ["a", "b"], "it goes on")
+        database.execute("DELETE FROM agent_events WHERE seq = 1")
+        eventually(lambda: database.execute("SELECT 1 FROM walstream.violations WHERE kind = 'delete'"), "it is seen")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -142,6 +142,15 @@ def show(
     last: To = None,
     since: Since = None,
     until: Until = None,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind",
+            metavar="KIND",
+            help="Only records of this kind, such as violation; can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many.", show_default=False)] = None,
     as_json: Annotated[
         bool,
@@ -151,7 +160,7 @@ def show(
     ] = False,
 ) -> None:
     """Show records, in the order of the chain."""
-    wanted = _wanted(session, agent, types, first, last, since, until)
+    wanted = replace(_wanted(session, agent, types, first, last, since, until), kinds=tuple(kinds or ()))
     for shown, (line, record, fields) in enumerate(_records(settings, directory, wanted)):
         if limit is not None and shown == limit:
             console.note(f"the first {limit} are shown; --limit shows more")

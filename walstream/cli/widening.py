@@ -7,7 +7,7 @@ of the publication.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from walstream.config import Settings, quote
 from walstream.errors import ConfigError
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
     from walstream.source.table_facts import PublicationFacts, TableFacts
 
-SINK: Final = "audit-sink"
-"""The projector that puts violations on record."""
-
 
 def is_wanted(settings: Settings, asked: bool) -> bool:
     """Whether the publication shall publish every change: somebody says so, or the sink is configured."""
+    from walstream.source.publications import SINK
+
     return asked or SINK in settings.projectors
 
 

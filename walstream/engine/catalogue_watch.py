@@ -70,6 +70,7 @@ class CatalogueWatch:
         self._schema = quote(settings.namespace)
         self._rows_due = 0.0
         self._told = ""
+        self._said = False
 
     def look(self, connection: Connection) -> None:
         """Look once, and wait until what was found is written down.
@@ -103,6 +104,7 @@ class CatalogueWatch:
         cur.execute(f"SELECT what, facts FROM {self._schema}.ledger_catalogue")
         before: Facts = dict(cur.fetchall())
         now = read_facts(cur, self._settings, self._table_oid)
+        self._say(now)
         self._add_rows(cur, before, now)
         missing = [int(what.partition(":")[2]) for what in before if what.startswith("relation:") and what not in now]
         found = list(differences(before, now, present(cur, missing), self._table_oid)) if before else []
@@ -120,6 +122,12 @@ class CatalogueWatch:
             for number, each in enumerate(found, 1)
         ]
         return Noticed(violations, seen, gone)
+
+    def _say(self, now: Facts) -> None:
+        """Once: which operations are published, and so seen."""
+        if not self._said and (published := now.get("publication")):
+            log.info("publication %s publishes %s", published["name"], ", ".join(published["operations"]))
+            self._said = True
 
     def _add_rows(self, cur: Cursor, before: Facts, now: Facts) -> None:
         """First and last seq of each table that holds rows: read now and then, and when it is another one."""

@@ -27,6 +27,9 @@ from walstream.source.facts import (
 )
 from walstream.source.failures import classify
 from walstream.source.publications import (
+    DEFAULT_OPERATIONS,
+    OPERATIONS,
+    SINK,
     add_table_statement,
     alter_statement,
     create_statement,
@@ -171,7 +174,9 @@ def check_publication(settings: Settings, publication: PublicationFacts | None, 
     if publication is None:
         raise PublicationGone(
             f"there is no publication {quote(name)} in this database",
-            statement=create_statement(name, ledger, via_root=table.partitioned),
+            statement=create_statement(
+                name, ledger, operations=_operations(settings, table), via_root=table.partitioned
+            ),
             hint=f"{_INIT}; a publication has to be older than the slot, so `init` also renews the slot",
         )
     if "insert" not in publication.operations:
@@ -351,6 +356,14 @@ def _ours(settings: Settings, connection: Connection, table: str, column: str, r
 
 def _drop(slot: str) -> str:
     return f"SELECT pg_drop_replication_slot('{slot}')"
+
+
+def _operations(settings: Settings, table: TableFacts) -> tuple[str, ...]:
+    """What a publication that is made again publishes: every change, where the audit sink is configured and the
+    application would be refused nothing."""
+    keyed = table.replica_identity == "d" and any(index.primary for index in table.indexes)
+    wide = SINK in settings.projectors and (keyed or table.replica_identity in ("f", "i"))
+    return OPERATIONS if wide else DEFAULT_OPERATIONS
 
 
 def _via_root(publication: str) -> str:

@@ -19,6 +19,9 @@ on working (with ``update`` or ``delete`` published and no identity, Postgres re
 OPERATIONS: Final = ("insert", "update", "delete", "truncate")
 """All that a publication can publish (documentation, CREATE PUBLICATION, ``publish``)."""
 
+SINK: Final = "audit-sink"
+"""The projector that puts changes of the ledger on record. Where it is configured, all of them are published."""
+
 
 def name_list(*publications: str) -> str:
     """Return the value of pgoutput's option ``publication_names``, not yet quoted as a literal."""
