@@ -109,7 +109,8 @@ def judge(query: Query, folder: Path, appended: set[str]) -> Verdict:
     keys: dict[str, int] = dict(query("SELECT key, seq FROM walstream.append_keys WHERE key LIKE 'chaos-%%'"))
     verdict.complain("lost", "keys of append", sorted(appended - set(keys)))
     verdict.complain("lost", "events of keys", [key for key, seq in keys.items() if seq not in ledger.sessions])
-    violations = query("SELECT kind, seq, detail FROM walstream.violations LIMIT 5")
+    # That the publication was touched is on record because it was.
+    violations = query("SELECT kind, seq, detail FROM walstream.violations WHERE kind <> 'publication' LIMIT 5")
     if violations:
         verdict.findings.append(f"violations are recorded although nobody changed a row: {violations}")
     return verdict
