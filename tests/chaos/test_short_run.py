@@ -60,7 +60,7 @@ def test_faults_that_are_over_soon_lose_nothing(folder: Path) -> None:
     assert report["events"] > 100
     assert (report["lost"], report["doubled"], report["out_of_order"], report["dense"]) == (0, 0, 0, True)
     assert (report["stuck"], report["ended"], report["findings"], report["kept"]) == ([], [], [], None)
-    assert sum(report["faults"].values()) >= 2
+    assert sum(report["faults"].values()) >= 1
     for kind in report["faults"]:
         figures = report["recovery_s"]["by_kind"][kind]
         assert 0 <= figures["p50"] <= figures["max"] <= report["recovery_s"]["max"]
@@ -72,7 +72,7 @@ def test_every_kind_of_fault(folder: Path) -> None:
     code, report, said = chaos(folder, "--minutes", "1.5", "--seed", "6", timeout=900)
     assert code == 0, (report, said)
     assert report["parked"] > 0, "there was poison"
-    assert sum(report["faults"].values()) >= 8
+    assert sum(report["faults"].values()) >= 4
 
 
 def test_a_seed_decides_everything_that_is_drawn() -> None:
