@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from walstream.config import Settings, quote
 from walstream.errors import ConnectionLost
 from walstream.ledger.identity import Identity
+from walstream.lsn import parse_lsn
 from walstream.order.reconcile import MissingRow, in_commit_order, missing_seqs
 from walstream.order.table import ordered_seqs, query
 
@@ -83,6 +84,7 @@ class Reconciler:
         """
         connection = self._connection()
         settings = self._settings
+        self._catch_up(connection)
         top, xmin, xmax = self._look(connection)
         proven = self._proven(connection)
         if proven is not None and (
@@ -135,6 +137,12 @@ class Reconciler:
             self._prove(connection, candidate[0])
 
     # -- what it asks the server ----------------------------------------------------------------------------------
+
+    def _catch_up(self, connection: Connection) -> None:
+        """Let the slot deliver what it has: after a stop that would else be compared twice, while it is being ordered,
+        and takes as much of the process's time as a tenth of the ordering."""
+        rows = query(connection, "SELECT pg_current_wal_insert_lsn()::text", doing="reading the WAL's position")
+        self._wait(parse_lsn(rows[0][0]))
 
     def _look(self, connection: Connection) -> tuple[int | None, int, int]:
         ledger = self._settings.ledger
