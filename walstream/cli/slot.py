@@ -94,7 +94,6 @@ def skip(
         console.confirm("Give this up?", yes)
         cause = _cause(settings, refused, lost)
         _note_gap(settings, conn, refused, lost, cause)
-        position = None if refused is None else _step_over(settings, conn, refused)
         episodes.record(
             conn,
             settings,
@@ -103,9 +102,10 @@ def skip(
             episodes.Filled(),
             began_at=began_at,
             generation=lease.generation,
-            slot_lsn=position,
+            slot_lsn=None if refused is None else refused.final_lsn + 1,
             unreadable=lost,
         )
+        position = None if refused is None else _step_over(settings, conn, refused)
     if as_json:
         console.print_json(
             {
@@ -258,7 +258,7 @@ def _note_gap(settings: Settings, conn: Connection, refused: Refused | None, los
         f"INSERT INTO {own_table(settings.namespace, 'violations')}"
         " (kind, commit_lsn, ordinal, seq, xid, detail, changes, seqs)"
         " VALUES ('gap', coalesce(%s::pg_lsn, pg_current_wal_insert_lsn()), 0, %s, %s, %s, %s, %s)"
-        " ON CONFLICT (commit_lsn, ordinal) DO UPDATE SET detail = EXCLUDED.detail RETURNING ordinal",
+        " ON CONFLICT (commit_lsn, ordinal) DO NOTHING RETURNING ordinal",
         (
             None if refused is None else format_lsn(refused.final_lsn),
             lost[0] if lost else None,
