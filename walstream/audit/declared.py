@@ -59,9 +59,9 @@ _ERASED: Final = """
      ORDER BY e.id"""
 _ANY: Final = "SELECT EXISTS (SELECT FROM {table} WHERE last_seq >= %s AND session_id IS NOT NULL)"
 _COVERED: Final = f"""
-    SELECT s, e.reason, e.erased_at FROM unnest(%s::bigint[]) AS s
-     CROSS JOIN LATERAL (SELECT reason, erased_at FROM {{table}} WHERE session_id IS NOT NULL AND {COVERS}
-                          ORDER BY id LIMIT 1) AS e"""
+    SELECT DISTINCT ON (s) s, e.reason, e.erased_at FROM unnest(%s::bigint[]) AS s
+      JOIN {{table}} AS e ON e.session_id IS NOT NULL AND {COVERS}
+     ORDER BY s, e.id"""
 
 Declared = tuple[int, Mapping[str, Any]]
 """(id, what a record says of it)"""

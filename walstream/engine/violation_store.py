@@ -30,13 +30,19 @@ Policy = Literal["record", "halt", "ignore"]
 _BYTES_OF_A_STATEMENT: Final = 8 * 1024 * 1024
 
 # Of a transaction that is finished only 32 bits of its id are known here; it is the newest one with these bits.
+# The range that begins last before the seq is looked at first: of one erasure there can be a hundred thousand, none of
+# which overlap, and each of them is asked about.
 _DECLARED: Final = """
-    SELECT v.xid, v.seq FROM unnest(%s::bigint[], %s::bigint[]) AS v (xid, seq),
-           (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next) AS s
-     WHERE EXISTS (
-        SELECT FROM {schema}.erasures AS e
-         WHERE e.xid = s.next - ((s.next - v.xid) & 4294967295)
-           AND int8range(e.first_seq, nullif(e.last_seq, 9223372036854775807), '[]') @> v.seq)"""
+    SELECT v.xid, v.seq
+      FROM (SELECT a.xid, a.seq, s.next - ((s.next - a.xid) & 4294967295) AS whole
+              FROM unnest(%s::bigint[], %s::bigint[]) AS a (xid, seq),
+                   (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next) AS s) AS v
+     CROSS JOIN LATERAL (
+        SELECT e.last_seq FROM {schema}.erasures AS e
+         WHERE e.xid = v.whole AND e.first_seq <= v.seq ORDER BY e.first_seq DESC LIMIT 1) AS near
+     WHERE near.last_seq >= v.seq
+        OR EXISTS (SELECT FROM {schema}.erasures AS e
+                    WHERE e.xid = v.whole AND v.seq BETWEEN e.first_seq AND e.last_seq)"""
 
 _RECORD: Final = """
     WITH durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'local', true) AS level)
