@@ -274,6 +274,18 @@ def test_rows_that_a_trigger_keeps_make_all_of_it_fail(ledger: Ledger) -> None:
     assert ledger.database.execute("SELECT * FROM walstream.erasures") == []
 
 
+def test_a_rebuild_of_the_snapshots_is_in_the_way(ledger: Ledger) -> None:
+    """It would put back what was erased."""
+    fill(ledger)
+    ledger.database.execute('CREATE SCHEMA "walstream_rebuild_snapshot-writer"')
+    ledger.database.execute('CREATE TABLE "walstream_rebuild_snapshot-writer".agent_snapshots (LIKE agent_snapshots)')
+    on = ledger.database.connect()
+    error = refused(on, lambda: ledger.call(on, "erase_session", session_id=A, reason="x"))
+    assert (error.pgcode, "is a copy of the snapshots" in str(error)) == ("WS006", True)
+    ledger.database.execute('DROP SCHEMA "walstream_rebuild_snapshot-writer" CASCADE')
+    assert erase(ledger, on)["events"] == 3
+
+
 def test_nobody_may_until_it_is_granted(ledger: Ledger) -> None:
     found = ledger.database.execute(
         "SELECT p.proname::text FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace"

@@ -130,11 +130,11 @@ def _as_ours(settings: Settings, session: str) -> Iterator[None]:
         if error.pgcode != _REFUSED:
             raise
         said = (error.diag.message_primary or "").removeprefix("walstream: ")
-        hint = (
-            "`walstream jobs cancel JOB` cancels it; --force does, too"
-            if "is at work" in said
-            else f"say --forks erase or --forks keep; `walstream erase {session} --dry-run` names them"
-        )
+        hint = error.diag.message_hint or ""
+        if "is at work" in said:
+            hint = "`walstream jobs cancel JOB` cancels it; --force does, too"
+        elif "go on from session" in said:
+            hint = f"say --forks erase or --forks keep; `walstream erase {session} --dry-run` names them"
         raise ConfigError(said, hint=hint) from error
 
 

@@ -130,6 +130,16 @@ BEGIN
             cardinality($namespace.sessions_to_erase(v_session::text, true)) - 1, v_session
             USING ERRCODE = 'WS006', HINT = 'Say whether they are erased as well (erase) or not (keep).';
     END IF;
+    -- A copy that is being filled, or was left behind, would take the place of the snapshots with what is erased here.
+    SELECT format('%I.%I', n.nspname, c.relname) INTO v_text
+      FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+     WHERE c.relkind = 'r' AND c.relname = (parse_ident($snapshots_name))[2]
+       AND (starts_with(n.nspname, (parse_ident($namespace_name))[1] || '_rebuild_')
+            OR starts_with(n.nspname, 'walstream_rebuild_'));
+    IF FOUND THEN
+        RAISE EXCEPTION 'walstream: % is a copy of the snapshots that a rebuild fills, or has left behind', v_text
+            USING ERRCODE = 'WS006', HINT = 'Let the rebuild end, or drop the schema of the copy.';
+    END IF;
 
     FOREACH v_text IN ARRAY v_sessions LOOP
         v_each := v_text;
