@@ -118,7 +118,7 @@ def test_a_seq_that_comes_twice(alarmed: Alarmed, database: Database) -> None:
     eventually(lambda: ("duplicate-seq", 2) in alarmed.recorded(), "it is on record")
 
 
-@pytest.mark.parametrize("by", ["month", "hash:3"])
+@pytest.mark.parametrize("by", ["month", pytest.param("hash:3", marks=pytest.mark.slow)])
 def test_changes_in_a_partition(database: Database, by: str) -> None:
     stream = Alarmed(database, "--partition-by", by)
     with stream.host(Recorder()):
@@ -160,8 +160,15 @@ def test_a_declared_erasure_is_silent_and_nothing_else_is(alarmed: Alarmed, data
     alarmed.expect(("update", 2), ("update", 3))
 
 
-@pytest.mark.parametrize("mode", ["redact", "remove"])
-@pytest.mark.parametrize("by", [None, "month"])
+@pytest.mark.parametrize(
+    ("mode", "by"),
+    [
+        ("redact", None),
+        pytest.param("remove", None, marks=pytest.mark.slow),
+        pytest.param("redact", "month", marks=pytest.mark.slow),
+        ("remove", "month"),
+    ],
+)
 def test_walstream_erase_is_silent(database: Database, mode: str, by: str | None) -> None:
     stream = Alarmed(database, *(() if by is None else ("--partition-by", by)))
     with stream.host(Recorder()):
