@@ -27,17 +27,17 @@ def stream(database: Database) -> Installed:
 
 
 def drop(stream: Installed) -> None:
-    """As a person would who believes that nobody needs the slot."""
-    stream.place.execute(
-        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s AND active",
-        stream.settings.slot,
-    )
+    """As a person would who believes that nobody needs the slot, and who is faster than its reader comes back."""
     eventually(lambda: _dropped(stream), "the slot can be dropped")
 
 
 def _dropped(stream: Installed) -> bool:
+    slot = stream.settings.slot
+    stream.place.execute(
+        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s AND active", slot
+    )
     try:
-        stream.place.execute("SELECT pg_drop_replication_slot(%s)", stream.settings.slot)
+        stream.place.execute("SELECT pg_drop_replication_slot(%s)", slot)
     except psycopg2.errors.ObjectInUse:
         return False
     return True
