@@ -11,6 +11,7 @@ from tests.conftest import Server
 from tests.runner_world import KEY_PREFIX, SESSIONS, World, eventually, world_on
 from walstream.engine.context import Context
 from walstream.engine.projector import FunctionProjector, Projector
+from walstream.errors import RetryLater
 from walstream.event import Event
 from walstream.testing import FaultyProjector
 
@@ -164,3 +165,22 @@ def test_two_projectors_do_not_wait_for_each_other(world: World) -> None:
     slow.open.set()
     eventually(lambda: world.reached("slow", last))
     assert slow.done == quick.done
+
+
+def test_a_setup_that_was_tried_again_is_forgotten_once_it_went_well(world: World) -> None:
+    class Reluctant(Projector):
+        name = "reluctant"
+        tries = 0
+
+        def setup(self, ctx: Context) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise RetryLater(f"{ctx.projector} is not ready")
+
+        def project(self, events: Sequence[Event], ctx: Context) -> None:
+            raise AssertionError(f"{ctx.projector} has nothing to do, and got {events}")
+
+    projector = Reluctant()
+    world.start(projector)
+    eventually(lambda: projector.tries == 2, what="it is set up")
+    eventually(lambda: world.state("reluctant") in ("hot", "cold"), what="and well, though nothing comes")

@@ -240,7 +240,7 @@ class ProjectorRunner:
             delivery = duty.open_delivery(0)
             try:
                 delivery.setup()
-                self._set_up = True
+                self._set_up, self._trouble = True, None
             except Exception as raised:
                 duty.check()
                 if judge(raised, connection_lost=delivery.broken) is Fault.EVENT:
