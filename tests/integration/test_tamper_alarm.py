@@ -27,8 +27,8 @@ class Alarmed(Installed):
         place.execute(WIDENED)
 
     def recorded(self) -> list[tuple[str, int | None]]:
-        """(kind, seq) of what is on record, in its order."""
-        return self.place.execute("SELECT kind, seq FROM walstream.violations ORDER BY id")
+        """(kind, seq) of what is on record from the stream, in its order. The catalogue has its own tests."""
+        return self.place.execute("SELECT kind, seq FROM walstream.violations WHERE origin = 'stream' ORDER BY id")
 
     def expect(self, *wanted: tuple[str, int | None]) -> None:
         """These are on record, and no others."""
@@ -41,7 +41,12 @@ class Alarmed(Installed):
         eventually(lambda: set(self.ledger()) <= set(self.ordered()), "every row has an offset")
 
     def column(self, name: str) -> list[Any]:
-        return [row[0] for row in self.place.execute(f"SELECT {name} FROM walstream.violations ORDER BY id")]
+        return [
+            row[0]
+            for row in self.place.execute(
+                f"SELECT {name} FROM walstream.violations WHERE origin = 'stream' ORDER BY id"
+            )
+        ]
 
 
 @pytest.fixture
