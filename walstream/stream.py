@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,15 +16,12 @@ from walstream.engine.projector import FunctionProjector, Projector
 from walstream.engine.subscribe import Subscription
 from walstream.engine.waiting import ProgressWatch
 from walstream.errors import ConfigError
+from walstream.interpreter import tuned
 
 if TYPE_CHECKING:
     from walstream.engine.host import Host
 
 _LOOK_SECONDS = 0.2
-_YOUNG = 10_000
-"""New objects after which Python looks for garbage in cycles, in a process that is ours to run. Its own 700 fit a
-program that makes few objects; here tens of thousands of events come and go without a cycle, and looking through the
-buffered ones again and again costs up to a third of all processor time."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Projector = TypeVar("_Projector", bound=Projector)
@@ -251,16 +247,12 @@ def run_host(host: Host) -> int:
 
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    young, *older = gc.get_threshold()
-    if 0 < young < _YOUNG:
-        gc.set_threshold(_YOUNG, *older)
     try:
-        host.start()
-        host.wait()
+        with tuned():
+            host.start()
+            host.wait()
     finally:
         host.stop()
-        if gc.get_threshold()[0] == _YOUNG:
-            gc.set_threshold(young, *older)
         for number, handler in previous.items():
             signal.signal(number, handler)
     _raise_what_ended(host)
