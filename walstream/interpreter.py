@@ -1,4 +1,4 @@
-"""Settings of the Python interpreter for a process that is walstream's to run; an application's own stay as they are."""
+"""Settings of the interpreter for a process that is walstream's to run; an application's own stay as they are."""
 
 from __future__ import annotations
 
