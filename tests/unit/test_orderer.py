@@ -182,7 +182,7 @@ def test_a_seq_that_has_an_offset_is_a_violation() -> None:
             ("duplicate-seq", 10, 200, -1),
             ("duplicate-seq", 11, 200, -3),
         ]
-        assert [end for _, end in bench.orderer.confirmable] == [130, 230]
+        eventually(lambda: [end for _, end in bench.orderer.confirmable] == [130, 230])
     finally:
         assert bench.orderer.stop(5)
 
@@ -202,7 +202,7 @@ def test_a_violation_waits_until_its_transaction_is_visible(bench: Bench) -> Non
     assert bench.orderer.drain(5)
     assert [each.kind for each in bench.store.violations] == ["update", "delete"]
     assert bench.offsets() == [(1, 1), (2, 3)]
-    assert bench.orderer.confirmable[-1][1] == 330
+    eventually(lambda: bench.orderer.confirmable[-1][1] == 330)
     assert bench.orderer.violations == 2
 
 
@@ -235,7 +235,7 @@ def test_a_transaction_of_violations_alone_writes_no_order_and_is_confirmed(benc
     bench.orderer.submit(burst((2, 200, [1])))
     assert bench.orderer.drain(5)
     assert len(bench.store.segments) == 1
-    assert bench.orderer.confirmable[-1][1] == 230
+    eventually(lambda: bench.orderer.confirmable[-1][1] == 230)
 
 
 def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
@@ -251,7 +251,22 @@ def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
     end = Burst(pieces=[(commit, 0, 130, 2)])
     bench.orderer.submit(end)
     assert bench.orderer.drain(5)
-    assert [end for _, end in bench.orderer.confirmable] == [80, 130]
+    eventually(lambda: [end for _, end in bench.orderer.confirmable] == [80, 130])
+
+
+def test_positions_are_asked_for_now_and_then_and_nothing_is_idle_before(bench: Bench) -> None:
+    """Rule 3: one that is taken later is behind more of the order, never behind less."""
+    began = time.monotonic()
+    for number in range(1, 201):
+        bench.orderer.submit(burst((number, 100 * number, [number])))
+        assert bench.orderer.drain(5)
+        assert not bench.orderer.idle
+    eventually(lambda: bench.orderer.confirmable[-1][1] == 200 * 100 + 30)
+    assert len(bench.orderer.confirmable) <= (time.monotonic() - began) / 0.05 + 1
+    ends = [end for _, end in bench.orderer.confirmable]
+    assert ends == sorted(ends)
+    bench.orderer.confirmable.clear()
+    assert bench.orderer.idle
 
 
 def test_recovered_rows_are_durable_first_and_only_those_without_an_offset(bench: Bench) -> None:

@@ -34,6 +34,9 @@ from .violations import Violation
 
 _NAP_FIRST = 0.0002
 _NAP_LAST = 0.02
+_POSITION_SECONDS = 0.05
+"""How often the WAL position is asked for that rule 3 needs. The slot is told of confirmations a second apart, or a
+hundred at once, so to ask after every flush under load would only make the next one wait."""
 _EVENT_BYTES = 420
 _COMMIT_BYTES = 260
 """What Python's objects take beside the text of an event (the tuple of its row, the headers of its values) and of a
@@ -110,6 +113,8 @@ class Orderer:
         self._lowest_seq: int | None = None
         self._thread = threading.Thread(target=self._run, name="walstream-orderer", daemon=True)
 
+        self._behind = 0  # end LSN of the newest commit that was ordered and has no position in `confirmable` yet
+        self._position_at = 0.0  # when to ask for the next one, by the monotonic clock
         self.confirmable: deque[tuple[int, int]] = deque()
         """(WAL position, end LSN): the second may be confirmed once the stream has passed the first. Rule 3."""
         self.error: BaseException | None = None
@@ -132,7 +137,7 @@ class Orderer:
     def idle(self) -> bool:
         """Nothing is waiting, nothing is being written, and all that was written may be confirmed already."""
         with self._changed:
-            return self._unfinished == 0 and not self.confirmable
+            return self._unfinished == 0 and not self._behind and not self.confirmable
 
     def take_lowest_seq(self) -> int | None:
         """The lowest seq that the slot delivered since this was asked last; ``None`` if it delivered nothing."""
@@ -190,7 +195,8 @@ class Orderer:
         while True:
             with self._changed:
                 if not self._queue and not backlog.pieces:
-                    self._changed.wait_for(lambda: self._queue or self._stop, max(0.0, due - time.monotonic()))
+                    until = min(due, self._position_at) if self._behind else due
+                    self._changed.wait_for(lambda: self._queue or self._stop, max(0.0, until - time.monotonic()))
                 if not self._stop:
                     self._absorb(backlog)
             if self._stop:
@@ -199,6 +205,8 @@ class Orderer:
             if time.monotonic() >= due:
                 self._heartbeat()
                 due = time.monotonic() + self._heartbeat_seconds
+            if self._take_position():
+                self._on_progress()
             while backlog.noticed:
                 self._record_noticed(backlog.noticed.popleft())
             if backlog.pieces:
@@ -271,8 +279,18 @@ class Orderer:
             self._partial_inserts = segment.partial_inserts
         end = next((piece[2] for piece in reversed(pieces) if piece[2]), 0)
         if end:
-            self.confirmable.append((self._store.wal_position(), end))
+            self._behind = end
+            self._take_position()
         self._finish(backlog, nbytes)
+
+    def _take_position(self) -> bool:
+        """Ask where the WAL stands behind what was ordered, if it is time to; whether it was. Rule 3."""
+        if not self._behind or time.monotonic() < self._position_at:
+            return False
+        self.confirmable.append((self._store.wal_position(), self._behind))
+        self._behind = 0
+        self._position_at = time.monotonic() + _POSITION_SECONDS
+        return True
 
     def _note_lowest(self, seq: int) -> None:
         with self._changed:
