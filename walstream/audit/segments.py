@@ -6,6 +6,7 @@ offset that the next event had when it was begun. With ``.zst`` behind it is clo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -141,19 +142,8 @@ def pack(segment: Segment) -> Path:
     """
     assert segment.plain is not None
     target = segment.plain.with_name(f"{segment.name}.zst")
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with segment.plain.open("rb") as source, scratch.open("wb") as out:
-            compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-            compressor.copy_stream(source, out, size=segment.plain.stat().st_size)
-            out.flush()
-            os.fchmod(out.fileno(), 0o444)
-            os.fsync(out.fileno())
-        scratch.rename(target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
+    with segment.plain.open("rb") as source, _replacing(target, mode=0o444) as out:
+        _compressor().copy_stream(source, out, size=segment.plain.stat().st_size)
     return target
 
 
@@ -164,25 +154,18 @@ def write_anew(path: Path, lines: Iterable[bytes]) -> None:
     Raises:
         OSError: the disk is full, or gone. Nothing is left behind then.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with scratch.open("wb") as out:
-            if path.suffix == ".zst":
-                compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-                with compressor.stream_writer(out, closefd=False) as sink:
-                    for line in lines:
-                        sink.write(line + b"\n")
-            else:
+    with _replacing(path, mode=path.stat().st_mode & 0o777) as out:
+        if path.suffix == ".zst":
+            with _compressor().stream_writer(out, closefd=False) as sink:
                 for line in lines:
-                    out.write(line + b"\n")
-            out.flush()
-            os.fchmod(out.fileno(), path.stat().st_mode & 0o777)
-            os.fsync(out.fileno())
-        scratch.rename(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+                    sink.write(line + b"\n")
+        else:
+            for line in lines:
+                out.write(line + b"\n")
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -196,11 +179,20 @@ def sync_folder(folder: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replace a small file as a whole: after a crash it is the old one or the new one."""
+    with _replacing(path) as out:
+        out.write(data)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file beside ``path`` that takes its place, durably, when all of it is written; or is gone again."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with scratch.open("wb") as out:
-            out.write(data)
+            yield out
             out.flush()
+            if mode is not None:
+                os.fchmod(out.fileno(), mode)
             os.fsync(out.fileno())
         scratch.rename(path)
     except BaseException:

@@ -9,9 +9,26 @@ seeded anew in each process).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 from zlib import crc32
 
 from walstream.event import Event
+
+if TYPE_CHECKING:
+    from .delivery import Delivery
+
+
+class Lane(Protocol):
+    """What does the work of one lane, for those who do a part of it."""
+
+    name: str
+
+    @property
+    def broken(self) -> bool: ...
+    def delivery(self) -> Delivery: ...
+    def start_over(self, error: Exception) -> NoReturn: ...
+    def halt(self, event: Event | None, error: Exception) -> NoReturn: ...
+    def wait(self, error: Exception, event: Event | None, pause: float) -> None: ...
 
 
 def lane_of(session_id: bytes, lanes: int) -> int:

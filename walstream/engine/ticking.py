@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING
 
 from walstream.errors import ProjectorHalted, RetryLater
-from walstream.event import Event
 
-from .delivery import Delivery
+from .lanes import Lane
 from .retry import CONFLICTS_FOR_FREE, Fault, describe, judge
 
 if TYPE_CHECKING:
     from .runner import Desk
 
 log = logging.getLogger("walstream.runner")
-
-
-class Lane(Protocol):
-    """The lane that does it."""
-
-    name: str
-
-    @property
-    def broken(self) -> bool: ...
-    def delivery(self) -> Delivery: ...
-    def start_over(self, error: Exception) -> NoReturn: ...
-    def halt(self, event: Event | None, error: Exception) -> NoReturn: ...
-    def wait(self, error: Exception, event: Event | None, pause: float) -> None: ...
 
 
 class Ticking:

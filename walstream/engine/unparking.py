@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING
 
 from walstream.errors import LedgerError, ProjectorHalted, RetryLater
 from walstream.event import Event
 
-from .delivery import Delivery
-from .lanes import lane_of
+from .lanes import Lane, lane_of
 from .parking import Entry
 from .retry import Fault, describe, judge
 from .source import EventSource
@@ -28,18 +27,6 @@ log = logging.getLogger("walstream.parking")
 SLICE_SECONDS = 0.5  # of one turn; then the lane reads on
 _POLL_SECONDS = 1.0
 _SHARE = 20  # a look at the parked sessions takes at most this part of the time, however many there are
-
-
-class Lane(Protocol):
-    """The lane that does it."""
-
-    name: str
-
-    @property
-    def broken(self) -> bool: ...
-    def delivery(self) -> Delivery: ...
-    def start_over(self, error: Exception) -> NoReturn: ...
-    def halt(self, event: Event, error: Exception) -> NoReturn: ...
 
 
 class Unparking:
