@@ -87,7 +87,7 @@ def test_inside_an_application(ledger: Ledger) -> None:
 
 
 def test_what_ends_the_stream_reaches_the_application(ledger: Ledger) -> None:
-    stream = ledger.stream()
+    stream = ledger.stream(recover_slot="never")
 
     async def application() -> None:
         async with stream:
