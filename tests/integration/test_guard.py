@@ -87,7 +87,7 @@ def test_a_slot_that_is_not_there_is_critical(stream: Installed) -> None:
     assert set(causes(called)) == {"slot_missing"}
     shown = call("guard", "--slot", "no_such_slot", "--sample", "0.3", dsn=stream.settings.dsn)
     assert shown.stdout.startswith("WALSTREAM CRITICAL - there is no slot no_such_slot")
-    assert "to do: `walstream init`" in shown.stdout
+    assert "to do: `walstream run` makes a new one (so does `walstream init`)" in shown.stdout
 
 
 def test_what_cannot_be_known_is_unknown(database: Database) -> None:
