@@ -31,11 +31,12 @@ POSTGRES_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 """Times in the replication protocol count microseconds from here (documentation, 55.9 "Message Formats")."""
 
 # A number that orjson could distort: sixteen or more digits in a row (a point among them), or an exponent (only the
-# type `json` keeps those). Matches inside strings are harmless: they only take the exact, slower road.
+# type `json` keeps those).
 _DELICATE_NUMBER = re.compile(rb"[0-9][0-9.]{15,}|[0-9][eE][-+]?[0-9]")
 # The same question, asked of ordinary payloads several times as fast: with all digits (and points) made one.
 _AS_ONE_DIGIT: Final = bytes.maketrans(b"0123456789.", b"0" * 11)
 _MANY_DIGITS: Final = b"0" * 16
+_BACKSLASH: Final = ord("\\")
 _LARGE: Final = 1024 * 1024  # from here on a copy is dearer than time
 _UNPARSED: Final = object()
 
@@ -206,12 +207,15 @@ def parse_payload(raw: bytes) -> Any:
 def _is_delicate(raw: bytes) -> bool:
     """Whether orjson could distort a number in ``raw``."""
     if len(raw) < _LARGE:
-        digits = raw.translate(_AS_ONE_DIGIT)
-        if _MANY_DIGITS in digits:
-            return True
-        if b"0e" not in digits and b"0E" not in digits:
+        # Most of a payload stands in strings, where a hash or an id often looks like a number. What is left without
+        # them is right for all that is JSON, and orjson takes nothing else.
+        if _BACKSLASH in raw:
+            raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+        raw = b'"'.join(raw.split(b'"')[::2])
+        digits = raw.translate(_AS_ONE_DIGIT)  # asked with `find`: `in` takes four times as long
+        if digits.find(_MANY_DIGITS) < 0 and digits.find(b"0e") < 0 and digits.find(b"0E") < 0:
             return False
-    return _DELICATE_NUMBER.search(raw) is not None
+    return _DELICATE_NUMBER.search(raw) is not None  # a match in a string of a very large one: the exact, slower road
 
 
 def _refuse_constant(text: str) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from walstream.errors import PayloadError
 from walstream.event import Commit, Event, Row, parse_payload
@@ -244,3 +247,23 @@ def test_the_timezone_of_committed_at_is_utc() -> None:
     found = event(time_us=1).committed_at
     assert found is not None
     assert found.utcoffset() == timezone(timedelta(0)).utcoffset(None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"id": "5e3f00e12345678901234567890", "n": 12345678901234567890123}',
+        '{"id": "5e3", "n": 1.2345678901234567890123}',
+        '{"quote \\" 5e3": 1e400, "n": 5}',
+        '{"ends with a backslash \\\\": 12345678901234567890123}',
+        '{"a": "\\\\\\" 1e5 \\\\\\\\", "n": [1.00000000000000000001]}',
+        '["5e3", 5e3, "\\\\", 1e400]',
+    ],
+)
+def test_a_number_beside_strings_that_look_like_numbers_is_exact(text: str) -> None:
+    assert parse_payload(text.encode()) == json.loads(text, parse_float=Decimal)
+
+
+@given(st.recursive(st.none() | st.text('\\"0e15 .', max_size=30) | st.integers(), lambda inner: st.lists(inner)))
+def test_whatever_stands_in_strings_nothing_is_lost(value: Any) -> None:
+    assert parse_payload(json.dumps(value).encode()) == value
