@@ -55,6 +55,8 @@ _ERASED_MARK: Final = b'},"erased":'
 
 
 _OF_A_TIME: Final = b"0123456789-+:. "
+_LF: Final = ord("\n")  # as numbers: to look for bytes in bytes takes Python four times as long
+_CR: Final = ord("\r")
 _NAMES_KEPT: Final = 10_000
 
 
@@ -246,7 +248,7 @@ class Pen:
         )
         own = sha256(header).hexdigest().encode()
         self.n, self.hash = n, own
-        if b"\n" in payload or b"\r" in payload:
+        if _LF in payload or _CR in payload:
             return b'{"hash":"%b","header":%b,"payload_text":%b}\n' % (own, header, orjson.dumps(payload.decode()))
         return b'{"hash":"%b","header":%b,"payload":%b}\n' % (own, header, payload)
 
