@@ -272,6 +272,15 @@ class Workers:
         self.hand_off(**orders)
         return int(self.wait(self.start(turns=1))["said"])
 
+    def dies(self, step: int, **orders: Any) -> None:
+        """A worker that does one such job kills itself at that step, or at one shortly before it: a life that finds its
+        job with its first claim has fewer steps than one that looked in vain once, as the one did that was counted."""
+        for earlier in range(6):
+            self.hand_off(**orders)
+            if self.wait(self.start(kill_at=max(1, step - earlier), turns=1))["code"] == KILLED:
+                return
+        raise AssertionError(f"six lives in a row were over before step {step}")
+
     def close(self) -> None:
         for pid in list(self._running):
             os.kill(pid, signal.SIGKILL)

@@ -38,9 +38,9 @@ class Busy:
         self.written = 0
         self._began = self._position()
 
-    def turn(self, *, checkpoint: bool) -> None:
+    def turn(self, *, checkpoint: bool, rows: int = 6000) -> None:
         server = self._stream.place.server  # type: ignore[attr-defined]
-        server.execute("INSERT INTO elsewhere SELECT repeat('x', 900) FROM generate_series(1, 6000)", dbname="busy")
+        server.execute(f"INSERT INTO elsewhere SELECT repeat('x', 900) FROM generate_series(1, {rows})", dbname="busy")
         if checkpoint:
             server.execute("CHECKPOINT")  # which logs the running transactions; by itself the server does every 15 s
         self.written = self._position() - self._began
@@ -65,7 +65,9 @@ def idle(stream: Installed, seconds: float, *, checkpoint: bool) -> None:
             busy.turn(checkpoint=checkpoint)
 
         def small() -> bool:
-            busy.turn(checkpoint=checkpoint)
+            # Little at a time: the server logs its running transactions every 15 s, and all that is written in between
+            # is kept.
+            busy.turn(checkpoint=checkpoint, rows=10)
             return busy.kept() < FEW
 
         eventually(small, "what is kept is small", timeout=60)
@@ -104,7 +106,9 @@ def burdened(stream: Installed, seconds: float, *, checkpoint: bool) -> None:
         eventually(lambda: len(recorder.got) == len(stream.ledger()), "the healthy one has everything")
 
         def small() -> bool:
-            busy.turn(checkpoint=checkpoint)
+            # Little at a time: the server logs its running transactions every 15 s, and all that is written in between
+            # is kept.
+            busy.turn(checkpoint=checkpoint, rows=10)
             return busy.kept() < FEW
 
         eventually(small, "what is kept is small", timeout=60)

@@ -51,8 +51,7 @@ def test_killed_at_twelve_steps_of_a_turn(workers: Workers) -> None:
     for plain in (False, True):
         steps = workers.steps(plain=plain)
         for number in range(6):
-            workers.hand_off(plain=plain)
-            workers.wait(workers.start(kill_at=1 + number * steps // 6 + plain, turns=1))
+            workers.dies(1 + number * steps // 6 + plain, plain=plain)
     assert workers.kills == 12
     workers.start(concurrency=4)
     workers.all_end()
@@ -65,8 +64,7 @@ def test_a_hundred_kills_at_every_step_and_at_random(workers: Workers) -> None:
     random steps of several turns."""
     for ask, plain in ((False, False), (False, True), (True, False)):
         for step in range(1, workers.steps(ask=ask, plain=plain) + 1):
-            workers.hand_off(ask=ask, plain=plain)
-            workers.wait(workers.start(kill_at=step, turns=1))
+            workers.dies(step, ask=ask, plain=plain)
     chance = random.Random(41)
     sessions = [str(uuid.uuid4()) for _ in range(12)]
     for _ in range(200):
