@@ -27,6 +27,9 @@ ERASED_PAYLOAD: Final = b'{"walstream_erased": true}'
 """What a row has for a payload once that was redacted, as Postgres renders it. Folds pass it; readers of events pass it
 where ``erasures`` declares it, so that an event that an agent made to look like this is delivered."""
 
+ERASED_ERROR: Final = "erased, with a session that it may have told of"
+"""What a projector has for an error once an erasure took its text."""
+
 POSTGRES_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 """Times in the replication protocol count microseconds from here (documentation, 55.9 "Message Formats")."""
 

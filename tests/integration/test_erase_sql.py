@@ -82,9 +82,11 @@ def fill(ledger: Ledger, session: str = A, secret: str = SECRET) -> None:
         )
         cur.execute(
             f"INSERT INTO {home}.projectors (name, kind) VALUES ('p', 'external') ON CONFLICT DO NOTHING;"
+            f"INSERT INTO {home}.projectors (name, kind, error, error_seqs)"
+            " VALUES (%s, 'external', %s, ARRAY[%s]::bigint[]);"
             f"INSERT INTO {home}.parked (projector, event_offset, seq, session_id, event_type, state, error, traceback)"
             " VALUES ('p', %s, %s, %s, 'agent.handoff', 'failed', %s, %s)",
-            (seq, seq, session, secret, f"KeyError: {secret}"),
+            (f"p of {session}", f"ValueError: {secret}", seq, seq, seq, session, secret, f"KeyError: {secret}"),
         )
         cur.execute(
             f"INSERT INTO {home}.dead_letters (event_seq, session_id, reason) VALUES (%s, %s, %s)",
@@ -128,6 +130,42 @@ def test_nothing_of_it_stands_anywhere_and_the_rest_is_as_it_was(database: Datab
     )
     assert sorted(seq for first, last, *_ in declared for seq in range(first, last + 1)) == [row[0] for row in before]
     assert {row[2:] for row in declared} == {(A, own, {"redact": "redacted", "remove": "removed"}[mode], "asked for")}
+
+
+@pytest.mark.parametrize("mode", ["redact", "remove"])
+def test_errors_of_projectors_go_if_they_may_tell_of_it(ledger: Ledger, mode: str) -> None:
+    fill(ledger)
+    fill(ledger, B, "Grace-Hopper-0815")
+    ledger.database.execute(
+        "INSERT INTO walstream.projectors (name, kind, state, error, error_offset, error_seqs) VALUES"
+        " ('of a batch', 'external', 'halted', %s, 3, '{2, 6}'),"
+        " ('of it is not known what', 'external', 'halted', %s, 3, NULL),"
+        " ('of our own words', 'external', 'hung', 'too late', NULL, '{}')",
+        SECRET,
+        SECRET,
+    )
+    shown = 'SELECT name, error FROM walstream.projectors WHERE error IS NOT NULL ORDER BY name COLLATE "C"'
+    assert erase(ledger, ledger.database.connect(), mode=mode)["errors of projectors"] == 3
+    gone = "erased, with a session that it may have told of"
+    assert ledger.database.execute(shown) == [
+        ("of a batch", gone),
+        ("of it is not known what", gone),
+        ("of our own words", "too late"),
+        (f"p of {A}", gone),
+        (f"p of {B}", "ValueError: Grace-Hopper-0815"),
+    ]
+    # What a runner of an older release wrote after it was redacted is found by the declaration.
+    ledger.database.execute("UPDATE walstream.projectors SET error = %s WHERE name = %s", SECRET, f"p of {A}")
+    assert erase(ledger, ledger.database.connect(), mode=mode)["errors of projectors"] == 1
+    assert holding(ledger) == []
+
+
+def test_a_schema_before_the_ninth_version_forgets_every_error(database: Database) -> None:
+    ledger = Ledger(database)
+    fill(ledger)
+    database.execute("ALTER TABLE walstream.projectors DROP COLUMN error_seqs")
+    assert erase(ledger, database.connect())["errors of projectors"] == 1
+    assert holding(ledger) == []
 
 
 def test_it_can_be_said_again_and_a_redacted_session_can_be_removed(ledger: Ledger) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +15,10 @@ from tests.ledger_oracle import check
 from tests.runner_world import SESSIONS, World, eventually, world_on
 from walstream import Context, Event, Projector
 from walstream.engine.erasure_watch import ErasureWatch
-from walstream.errors import LedgerError, RowMissing
-from walstream.event import ERASED_PAYLOAD
+from walstream.errors import LedgerError, RetryLater, RowMissing
+from walstream.event import ERASED_ERROR, ERASED_PAYLOAD
 from walstream.ledger.fold import Fold, FoldEvent
+from walstream.testing import FaultyProjector
 
 ONE, OTHER, CHILD = SESSIONS[:3]
 MiB = 1 << 20
@@ -105,6 +108,22 @@ def test_a_projector_goes_on_hot_and_cold(world: World, mode: str) -> None:
     eventually(lambda: world.reached("late", 6), what="the end, from the ledger")
     assert late.seen == [2, 4, 6]
     assert set(late.seen) <= set(hot.seen)
+
+
+def test_a_projector_that_tries_again_does_not_write_down_what_was_erased(world: World) -> None:
+    """The lane has the event in memory for as long as the target is away, and its error says what was in it."""
+    world.add("note", payload={"name": "Ada"})
+    tries = itertools.count()
+    world.start(FaultyProjector("p", lambda e, _t: RetryLater(f"try {next(tries)} of {e.payload['name']}", delay=0.05)))
+    shown = "SELECT coalesce(error, '') FROM walstream.projectors"
+    eventually(lambda: any("Ada" in error for (error,) in world.execute(shown)), what="the error")
+    erase(world)
+    assert world.execute(shown) == [(ERASED_ERROR,)]
+    until, seen = next(tries) + 30, set()
+    while next(tries) < until:
+        seen.add(world.execute(shown)[0][0])
+        time.sleep(0.02)
+    assert seen == {ERASED_ERROR}
 
 
 @pytest.mark.parametrize("mode", ["redact", "remove"])

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 from psycopg2.extensions import cursor as Cursor
 
 from tests.conftest import Server
-from tests.runner_world import World, world_on
+from tests.runner_world import SESSIONS, World, world_on
 from walstream.engine.cursors import Cursors, StaleCursor, TransactionEnded
 from walstream.engine.projector import Options
+from walstream.engine.trouble import Trouble
 from walstream.errors import ConfigError, Fenced
+from walstream.event import ERASED_ERROR
 from walstream.testing import FaultyProjector
+
+BAD = Trouble("bad", 3, (3,))
 
 
 @pytest.fixture
@@ -104,14 +109,69 @@ def test_a_cursor_that_is_gone_is_named(cur: Cursor) -> None:
 
 def test_a_halt_stays_until_it_is_lifted(cur: Cursor) -> None:
     cursors = Cursors("walstream", "p", 5)
-    cursors.halt(cur, "bad", 3)
-    cursors.set_state(cur, "hot", None, None)
+    cursors.halt(cur, BAD)
+    cursors.set_state(cur, "hot")
     row = cursors.row(cur)
     assert row is not None
     assert row.state == "halted"
-    cursors.set_state(cur, "starting", None, None, force=True)
+    cursors.set_state(cur, "starting", force=True)
     row = cursors.row(cur)
     assert row is not None
     assert row.state == "starting"
     with pytest.raises(Fenced):
-        Cursors("walstream", "p", 4).halt(cur, "bad", 3)
+        Cursors("walstream", "p", 4).halt(cur, BAD)
+
+
+ERASE = "SELECT * FROM walstream.erase_session(%s, 'asked for')"
+SHOWN = "SELECT error, error_offset, error_seqs FROM walstream.projectors WHERE name = 'p'"
+
+
+def test_an_error_is_kept_with_the_events_that_it_may_tell_of(world: World, cur: Cursor) -> None:
+    cursors = Cursors("walstream", "p", 5)
+    for seqs, kept in (((3, 4), [3, 4]), ((), []), (None, None), (tuple(range(1001)), None)):
+        cursors.set_state(cur, "retrying", Trouble("bad", 3, seqs))
+        cur.connection.commit()
+        assert world.execute(SHOWN) == [("bad", 3, kept)]
+    with world.at_version(8):  # a schema that has not got the column yet
+        cursors.set_state(cur, "retrying", Trouble("worse", 4, (1,)))
+        cur.connection.commit()
+    assert world.execute(SHOWN) == [("worse", 4, None)]
+
+
+def test_what_was_erased_meanwhile_is_not_told(world: World, cur: Cursor) -> None:
+    """A lane tries again what it has in memory, for hours if a disk is full."""
+    seq = world.insert("note", session=SESSIONS[1])[0]
+    world.execute(ERASE, SESSIONS[1])
+    cursors = Cursors("walstream", "p", 5)
+    for cursor in (cur, world.connection.cursor()):  # in a transaction of the runner, and in none
+        cursors.halt(cursor, Trouble("KeyError: Ada", 3, (1, seq)))
+        cur.connection.commit()
+        assert world.execute(SHOWN)[0][0] == ERASED_ERROR
+
+
+@pytest.mark.parametrize("first", ["erasure", "error"])
+def test_an_error_at_the_same_time_is_scrubbed_or_not_told(world: World, cur: Cursor, first: str) -> None:
+    seq = world.insert("note", session=SESSIONS[1])[0]
+    cursors, other = Cursors("walstream", "p", 5), world.connect()
+
+    def erase() -> None:
+        with other, other.cursor() as erasing:
+            erasing.execute(ERASE, (SESSIONS[1],))
+
+    def halt() -> None:
+        cursors.halt(cur, Trouble("KeyError: Ada", 3, (seq,)))
+        cur.connection.commit()
+
+    if first == "error":
+        cursors.halt(cur, Trouble("KeyError: Ada", 3, (seq,)))
+        second, finish = threading.Thread(target=erase), cur.connection.commit
+    else:
+        with other.cursor() as erasing:
+            erasing.execute(ERASE, (SESSIONS[1],))
+        second, finish = threading.Thread(target=halt), other.commit
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()  # it waits for the one that was first
+    finish()
+    second.join(10)
+    assert world.execute(SHOWN)[0][0] == ERASED_ERROR

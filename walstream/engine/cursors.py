@@ -8,20 +8,31 @@ wants to write is therefore refused by the database, and not by its own view of 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import psycopg2
+
 from walstream.config import quote
 from walstream.errors import ConfigError, ConnectionLost, Fenced, ProjectorHalted
+from walstream.event import ERASED_ERROR
+from walstream.ledger.schema import FINDINGS_VERSION
+from walstream.order.erasures import COVERS
 
 from .leadership import Backend
 from .projector import Options
+from .trouble import Trouble
 
 if TYPE_CHECKING:
     from psycopg2.extensions import cursor as Cursor
 
 BATCH_MARK: Final = "walstream.batch"
 """A setting local to the runner's transaction: gone as soon as anybody else ends that transaction."""
+
+MOST_SEQS: Final = 1_000
+"""Events that an error is kept together with; of a larger batch it is not known which of them it tells of."""
 
 
 class StaleCursor(ConnectionLost):
@@ -268,29 +279,53 @@ class Cursors:
         if cur.rowcount != 1:
             raise self._refused(cur, lane, before, after, mark)
 
-    def halt(self, cur: Cursor, error: str, offset: int | None) -> None:
-        """Write down that the projector halted at an event.
+    def halt(self, cur: Cursor, trouble: Trouble) -> None:
+        """Write down that the projector halted.
 
         Raises:
             Fenced: another process runs the projector now; the halt is not ours to say.
         """
-        cur.execute(
-            f"UPDATE {self._schema}.projectors SET state = 'halted', error = %s, error_offset = %s, updated_at = now()"
-            " WHERE name = %s AND generation = %s",
-            (error, offset, self._projector, self._generation),
-        )
-        if cur.rowcount == 0:
+        if not self._write_state(cur, "halted", trouble, force=True):
             raise self._fenced()
 
-    def set_state(self, cur: Cursor, state: str, error: str | None, offset: int | None, *, force: bool = False) -> None:
+    def set_state(self, cur: Cursor, state: str, trouble: Trouble | None = None, *, force: bool = False) -> None:
         """Write down what the projector is doing, unless another process runs it now. A halt that is written down
         stays, unless ``force``: it is a lane's or an operator's to lift, and this may be older news.
         """
+        self._write_state(cur, state, trouble, force=force)
+
+    def _write_state(self, cur: Cursor, state: str, trouble: Trouble | None, *, force: bool) -> bool:
+        """Write it; ``False`` if it is not ours to write. What was erased since it was read is told no more."""
+        error, offset, seqs = trouble or (None, None, None)
+        more: str = ""
+        values: list[list[int] | None] = []
+        with _transaction(cur) if error is not None else contextlib.nullcontext():
+            if error is not None and self._keeps_seqs(cur):
+                # First, and in a statement of its own: the next one has to see an erasure that held the row.
+                cur.execute(
+                    f"SELECT FROM {self._schema}.projectors WHERE name = %s FOR NO KEY UPDATE", (self._projector,)
+                )
+                if seqs and self._is_erased(cur, seqs):
+                    error = ERASED_ERROR
+                more, values = ", error_seqs = %s::bigint[]", [_kept(seqs)]
+            cur.execute(
+                f"UPDATE {self._schema}.projectors SET state = %s, error = %s, error_offset = %s{more},"
+                " updated_at = now() WHERE name = %s AND generation = %s AND (state <> 'halted' OR %s)",
+                (state, error, offset, *values, self._projector, self._generation, force),
+            )
+            return bool(cur.rowcount)
+
+    def _keeps_seqs(self, cur: Cursor) -> bool:
+        cur.execute(f"SELECT max(version) FROM {self._schema}.migrations")
+        row = cur.fetchone()
+        return row is not None and row[0] is not None and int(row[0]) >= FINDINGS_VERSION
+
+    def _is_erased(self, cur: Cursor, seqs: Sequence[int]) -> bool:
         cur.execute(
-            f"UPDATE {self._schema}.projectors SET state = %s, error = %s, error_offset = %s, updated_at = now()"
-            " WHERE name = %s AND generation = %s AND (state <> 'halted' OR %s)",
-            (state, error, offset, self._projector, self._generation, force),
+            f"SELECT EXISTS (SELECT FROM unnest(%s::bigint[]) AS s JOIN {self._schema}.erasures ON {COVERS})",
+            (list(seqs),),
         )
+        return cur.fetchone() == (True,)
 
     # -- why a step was refused ------------------------------------------------------------------------------------
 
@@ -311,3 +346,23 @@ class Cursors:
         if position != before:
             return StaleCursor(f"{where}: the cursor was moved from {before} to {position} by somebody else")
         return StaleCursor(f"{where}: the order ends at {head}, before {after}: the server lost its last seconds")
+
+
+def _kept(seqs: Sequence[int] | None) -> list[int] | None:
+    return None if seqs is None or len(seqs) > MOST_SEQS else list(seqs)
+
+
+@contextlib.contextmanager
+def _transaction(cur: Cursor) -> Iterator[None]:
+    """One, where the connection does not begin them by itself."""
+    if not cur.connection.autocommit:
+        yield
+        return
+    cur.execute("BEGIN")
+    try:
+        yield
+        cur.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(psycopg2.Error):
+            cur.execute("ROLLBACK")
+        raise

@@ -28,6 +28,7 @@ from .cursors import Cursors
 from .leadership import Lease, end_backend
 from .projector_runner import ProjectorRunner
 from .retry import Backoff
+from .trouble import Trouble
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -38,7 +39,7 @@ log = logging.getLogger("walstream.keeper")
 _STATE_SECONDS = 0.25  # between two looks at what the runners are doing
 _AGAIN = Backoff(0.1, 30.0)
 
-State = tuple[str, str | None, int | None]
+State = tuple[str, Trouble | None]
 
 
 class _Charge:
@@ -196,10 +197,10 @@ class Keeper:
             return
         charge.held = True
         charge.stood_by = False
-        charge.written = ("starting", None, None)
+        charge.written = ("starting", None)
         # Before the runner hears of it: what its lanes write down after this is newer.
         cursors = Cursors(self._namespace, charge.name, generation)
-        cursors.set_state(cur, *charge.written, force=True)
+        cursors.set_state(cur, "starting", force=True)
         for backend in cursors.backends(cur):
             if end_backend(cur, backend):
                 log.warning("ended server process %d of the runner of %r before", backend.pid, charge.name)

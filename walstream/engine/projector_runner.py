@@ -22,6 +22,7 @@ from .projector import Options, Projector
 from .retry import Backoff, Fault, describe, judge
 from .runner import Halted
 from .supply import Supply
+from .trouble import Trouble
 
 log = logging.getLogger("walstream.runner")
 
@@ -140,30 +141,31 @@ class ProjectorRunner:
         return self._aborting
 
     @property
-    def state(self) -> tuple[str, str | None, int | None]:
-        """State, error and the offset of the error, as the table ``projectors`` has them."""
+    def state(self) -> tuple[str, Trouble | None]:
+        """State and error, as the table ``projectors`` has them."""
         lanes = self._lanes
         hung = next((lane for lane in lanes if lane.runner.overdue), None)
         if self._halted is not None:
-            return "halted", self._halted.reason, self._halted.offset
+            return "halted", Trouble(self._halted.reason, self._halted.offset, None)
         if hung is not None:
-            return "hung", f"{hung.runner.name} has run past its deadline of {self.options.deadline:g} s", None
+            late = f"{hung.runner.name} has run past its deadline of {self.options.deadline:g} s"
+            return "hung", Trouble(late, None, ())
         if not self._thread.is_alive():
-            return "stopped", None, None
+            return "stopped", None
         if not self._generation:
-            return "standby", None, None
+            return "standby", None
         if self._paused and not self._working:
-            return "paused", None, None
+            return "paused", None
         states = {lane.runner.state for lane in lanes}
-        retrying = next((lane.runner for lane in lanes if lane.runner.state == "retrying"), None)
-        if retrying is not None:
-            return "retrying", retrying.error, retrying.error_offset
+        if "retrying" in states:
+            trouble = next((lane.runner.trouble for lane in lanes if lane.runner.state == "retrying"), None)
+            return "retrying", trouble
         if self._trouble is not None:
-            return "retrying", self._trouble, None
+            return "retrying", Trouble(self._trouble, None, None)
         for state in ("starting", "cold"):
             if state in states or not states:
-                return state, None, None
-        return "hot", None, None
+                return state, None
+        return "hot", None
 
     @property
     def _lanes(self) -> Sequence[LaneThread]:

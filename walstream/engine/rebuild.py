@@ -208,7 +208,7 @@ class Rebuild:
             self.cursors = Cursors(namespace, name, generation)
             self.parking = Parking(namespace, name, generation)
             self.cursors.describe(cur, self.options)
-            self.cursors.set_state(cur, "rebuilding", None, None, force=True)
+            self.cursors.set_state(cur, "rebuilding", force=True)
             first = 0 if self.options.start == "earliest" else int(self.options.start) - 1
             self.cursors.rewrite_lanes(cur, 1, first)
             cur.execute(f"DELETE FROM {self._schema}.parked WHERE projector = %s", (name,))

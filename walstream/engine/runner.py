@@ -26,6 +26,7 @@ from .projector import Options
 from .retry import CONFLICTS_FOR_FREE, Backoff, Fault, describe, judge, narrow
 from .source import EventSource, Reset
 from .ticking import Ticking
+from .trouble import Trouble
 from .unparking import Unparking
 
 log = logging.getLogger("walstream.runner")
@@ -85,7 +86,7 @@ class LaneRunner:
 
     Attributes:
         state: ``starting``, ``hot``, ``cold`` or ``retrying``.
-        error, error_offset: what it is retrying because of.
+        trouble: what it is retrying because of.
     """
 
     def __init__(self, desk: Desk, lane: int, lanes: int, until: int | None = None) -> None:
@@ -101,8 +102,7 @@ class LaneRunner:
         self._progress = 0
         self.name = name_of(desk.options.name, lane)
         self.state = "starting"
-        self.error: str | None = None
-        self.error_offset: int | None = None
+        self.trouble: Trouble | None = None
 
     @property
     def overdue(self) -> bool:
@@ -243,15 +243,15 @@ class LaneRunner:
             if fault is Fault.CONFLICT:
                 conflicts += 1
                 if conflicts <= CONFLICTS_FOR_FREE:
-                    self.wait(error, flowing[0], options.retry.pause(conflicts))
+                    self.wait(error, flowing, options.retry.pause(conflicts))
                     continue
             elif fault is Fault.LATER:
                 later += 1
                 delay = error.delay if isinstance(error, RetryLater) else None
-                self.wait(error, flowing[0], options.retry.pause(later) if delay is None else delay)
+                self.wait(error, flowing, options.retry.pause(later) if delay is None else delay)
                 continue
             if isinstance(error, ProjectorHalted):
-                self.halt(flowing[0], error)
+                self.halt(flowing, error)
             if self._all_done(flowing):
                 # It said that it had finished the last one, and failed after that: nothing is left to be tried again.
                 log.warning("%s failed after all of its batch was done: %s", self.name, describe(error)[0])
@@ -264,7 +264,7 @@ class LaneRunner:
             if failures >= options.max_attempts:
                 self._give_up(flowing[0], failures, error, waiting, through)
                 return
-            self.wait(error, flowing[0], options.retry.pause(failures))
+            self.wait(error, flowing, options.retry.pause(failures))
 
     def _sort(self, events: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
         """Those that may be projected, and those that wait behind a parked one of their session."""
@@ -302,7 +302,7 @@ class LaneRunner:
         through: int,
     ) -> None:
         if self._desk.options.on_poison == "halt":
-            self.halt(event, error)
+            self.halt([event], error)
         line, trace = describe(error)
         pause = self._desk.options.park.pause(1)
         parking = self._desk.parking
@@ -328,17 +328,17 @@ class LaneRunner:
             line,
         )
 
-    def halt(self, event: Event | None, error: Exception) -> NoReturn:
-        """Halt the projector at an event, or in a tick: written down, and raised."""
-        line, _ = describe(error)
-        offset, where = event.offset if event else None, "in its tick"
-        if event is not None:
-            where = f"at offset {offset} (seq {event.seq}, {event.event_type}, session {event.session_id})"
-        self.delivery().write(lambda cur: self._desk.cursors.halt(cur, line, offset))
+    def halt(self, events: Sequence[Event], error: Exception) -> NoReturn:
+        """Halt the projector at the first of these events, or in a tick: written down, and raised."""
+        trouble, where = Trouble.of(error, events), "in its tick"
+        if events:
+            event = events[0]
+            where = f"at offset {event.offset} (seq {event.seq}, {event.event_type}, session {event.session_id})"
+        self.delivery().write(lambda cur: self._desk.cursors.halt(cur, trouble))
         raise Halted(
-            f"projector {self._desk.options.name!r} halted {where}: {line}",
+            f"projector {self._desk.options.name!r} halted {where}: {trouble.text}",
             hint="correct it and start again (or `walstream projectors resume`): it goes on there",
-            offset=offset,
+            offset=trouble.offset,
             recorded=True,
         ) from error
 
@@ -382,18 +382,15 @@ class LaneRunner:
             failure = ConnectionLost(f"{self.name}: {describe(error)[0]}")
         raise failure from (None if failure is error else error)
 
-    def wait(self, error: Exception, event: Event | None, pause: float) -> None:
-        """Show that it is retrying, and wait."""
-        self._retrying(error, event.offset if event else None)
-        what = f"offset {event.offset}" if event else "its tick"
-        log.warning("%s tries %s again in %.1f s: %s", self.name, what, pause, self.error)
+    def wait(self, error: Exception, events: Sequence[Event], pause: float) -> None:
+        """Show that it is retrying these events, or its tick, and wait."""
+        self._retrying(error, events)
+        what = f"offset {events[0].offset}" if events else "its tick"
+        log.warning("%s tries %s again in %.1f s: %s", self.name, what, pause, describe(error)[0])
         self._desk.sleep(pause)
 
-    def _retrying(self, error: Exception, offset: int | None = None) -> None:
-        self.state = "retrying"
-        self.error, _ = describe(error)
-        self.error_offset = offset
+    def _retrying(self, error: Exception, events: Sequence[Event] = ()) -> None:
+        self.state, self.trouble = "retrying", Trouble.of(error, events)
 
     def _well(self, state: str) -> None:
-        self.state = state
-        self.error = self.error_offset = None
+        self.state, self.trouble = state, None

@@ -136,7 +136,8 @@ class RunnerGroup:
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """Projector -> its state here (also ``standby``), and why, if it is not well."""
-        return {runner.options.name: runner.state[:2] for runner in self._runners}
+        states = {runner.options.name: runner.state for runner in self._runners}
+        return {name: (state, None if trouble is None else trouble.text) for name, (state, trouble) in states.items()}
 
     def _exit(self, error: WalstreamError) -> None:
         if self._error is None:

@@ -59,19 +59,19 @@ class Ticking:
             if fault is Fault.FENCED:
                 raise error
             if isinstance(error, ProjectorHalted):
-                self._runner.halt(None, error)
+                self._runner.halt((), error)
             options = self._desk.options
             if fault is Fault.LATER or (fault is Fault.CONFLICT and free < CONFLICTS_FOR_FREE):
                 free += 1
                 delay = error.delay if isinstance(error, RetryLater) else None
-                self._runner.wait(error, None, options.retry.pause(free) if delay is None else delay)
+                self._runner.wait(error, (), options.retry.pause(free) if delay is None else delay)
                 continue
             failures += 1
             if failures < options.max_attempts:
-                self._runner.wait(error, None, options.retry.pause(failures))
+                self._runner.wait(error, (), options.retry.pause(failures))
                 continue
             if options.on_poison == "halt":
-                self._runner.halt(None, error)
+                self._runner.halt((), error)
             log.error("%s gives its tick up until the next one, after %d attempts: %s", self._runner.name, failures,
                       describe(error)[0])  # fmt: skip
             break

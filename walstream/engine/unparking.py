@@ -114,7 +114,7 @@ class Unparking:
             if fault is Fault.FENCED:
                 raise
             if isinstance(error, ProjectorHalted):
-                self._runner.halt(event, error)
+                self._runner.halt([event], error)
             self._failed(entry, error, counts=fault is Fault.EVENT)
             return False
         self._desk.metrics.add("projector_unparked_total", 1, projector=self._desk.options.name)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from walstream.config import LedgerTable, Settings, channel, quote
 from walstream.errors import ConfigError
-from walstream.event import ERASED_PAYLOAD
+from walstream.event import ERASED_ERROR, ERASED_PAYLOAD
 
 from .existing import check_existing
 from .identity import literal
@@ -49,6 +49,9 @@ ALARM_VERSION: Final = 7
 
 RECOVERIES_VERSION: Final = 8
 """What writing down needs that the slot did not deliver something."""
+
+FINDINGS_VERSION: Final = 9
+"""What an erasure needs to know of which events an error tells, and the audit sink for violations that it finds."""
 
 _PLACEHOLDER: Final = re.compile(r"\$([a-z_]+)")
 _FILE: Final = re.compile(r"^(\d{3})_(\w+)\.sql$")
@@ -94,6 +97,7 @@ def names_of(ledger: LedgerTable, namespace: str) -> Mapping[str, str]:
     texts = {f"{name}_name": literal(value) for name, value in named.items()}
     texts["jobs_channel_name"] = literal(channel(namespace, "jobs"))
     texts["erased_payload_name"] = literal(ERASED_PAYLOAD.decode())
+    texts["erased_error_name"] = literal(ERASED_ERROR)
     return {**_columns(ledger), **named, **texts}
 
 

@@ -31,6 +31,47 @@ BEGIN
 END
 $walstream_body$;
 
+-- The projectors whose last error may tell of these sessions: of what they had in hand when it came, or it is not known
+-- what that was. Errors of our own words tell of nothing, and have an empty list.
+CREATE OR REPLACE FUNCTION $namespace.projectors_that_tell(sessions text[]) RETURNS text[]
+LANGUAGE plpgsql STABLE AS $walstream_body$
+#variable_conflict use_variable
+DECLARE
+    v_each $table.$session_id%TYPE;
+    v_text text;
+    v_seqs bigint[];
+    v_names text[];
+BEGIN
+    IF NOT EXISTS (
+        SELECT FROM pg_catalog.pg_attribute AS a
+         WHERE a.attrelid = ($namespace_name || '.projectors')::regclass AND a.attname = 'error_seqs'
+    ) THEN
+        RETURN ARRAY(SELECT p.name FROM $namespace.projectors AS p WHERE p.error <> $erased_error_name);
+    END IF;
+    v_names := ARRAY(
+        SELECT p.name FROM $namespace.projectors AS p WHERE p.error <> $erased_error_name AND p.error_seqs IS NULL
+    );
+    v_seqs := ARRAY(
+        SELECT DISTINCT s.seq FROM $namespace.projectors AS p, unnest(p.error_seqs) AS s (seq)
+         WHERE p.error <> $erased_error_name
+    );
+    FOREACH v_text IN ARRAY sessions LOOP
+        v_each := v_text;
+        v_names := v_names || ARRAY(
+            SELECT p.name FROM $namespace.projectors AS p
+             WHERE p.error <> $erased_error_name AND p.error_seqs && ARRAY(
+                       SELECT s.seq FROM unnest(v_seqs) AS s (seq)
+                        WHERE EXISTS (SELECT FROM $table AS e WHERE e.$session_id = v_each AND e.$seq = s.seq)
+                           OR EXISTS (SELECT FROM $namespace.erasures AS d
+                                       WHERE d.session_id = v_text
+                                         AND int8range(d.first_seq, nullif(d.last_seq, 9223372036854775807), '[]') @> s.seq)
+                   )
+        );
+    END LOOP;
+    RETURN ARRAY(SELECT DISTINCT n.name FROM unnest(v_names) AS n (name) ORDER BY 1);
+END
+$walstream_body$;
+
 -- What an erasure would touch, place by place, and how many rows there; changes nothing and waits for nobody.
 CREATE OR REPLACE FUNCTION $namespace.erasure_preview(session_id text, with_forks boolean DEFAULT false)
 RETURNS TABLE (place text, touched bigint)
@@ -75,7 +116,9 @@ BEGIN
         ('sessions', cardinality(v_sessions)::bigint), ('forks', cardinality(v_line)::bigint - 1),
         ('events', v_counts[1]), ('redacted already', v_counts[2]), ('messages', v_counts[3]),
         ('snapshots', v_counts[9]), ('open jobs', v_counts[4]), ('errors of jobs', v_counts[5]),
-        ('idempotency keys', v_counts[6]), ('parked events', v_counts[7]), ('dead letters', v_counts[8]);
+        ('idempotency keys', v_counts[6]), ('parked events', v_counts[7]), ('dead letters', v_counts[8]),
+        ('errors of projectors',
+            cardinality($namespace.projectors_that_tell(v_sessions))::bigint);
 END
 $walstream_body$;
 
@@ -94,6 +137,7 @@ DECLARE
     v_sessions text[];
     v_text text;
     v_job record;
+    v_tell text[];
     v_declared bigint;
     v_touched bigint;
     v_all bigint[] := '{0, 0, 0, 0, 0, 0, 0, 0, 0}';
@@ -223,10 +267,15 @@ BEGIN
         v_each := v_text;
         DELETE FROM $namespace.forks AS f WHERE f.session_id = v_each;
     END LOOP;
+    -- Last, because leases are renewed in these rows. Who writes an error locks his row first, and looks for erasures then.
+    PERFORM FROM $namespace.projectors AS p ORDER BY p.name FOR NO KEY UPDATE;
+    v_tell := $namespace.projectors_that_tell(v_sessions);
+    UPDATE $namespace.projectors AS p SET error = $erased_error_name WHERE p.name = ANY (v_tell);
+    GET DIAGNOSTICS v_touched = ROW_COUNT;
     RETURN QUERY VALUES
         ('sessions', cardinality(v_sessions)::bigint), ('events', v_all[1]), ('messages', v_all[2]),
         ('snapshots', v_all[3]), ('open jobs', v_all[4]), ('errors of jobs', v_all[5]), ('idempotency keys', v_all[6]),
-        ('parked events', v_all[7]), ('dead letters', v_all[8]);
+        ('parked events', v_all[7]), ('dead letters', v_all[8]), ('errors of projectors', v_touched);
 END
 $walstream_body$;
 
@@ -316,6 +365,6 @@ $walstream_body$;
 
 -- Whoever may call them may take away what an agent did, so nobody may until it is granted.
 REVOKE ALL ON FUNCTION $namespace.order_erasures(), $namespace.keep_append_only(), $namespace.make_append_only(),
-    $namespace.sessions_to_erase(text, boolean) FROM PUBLIC;
+    $namespace.sessions_to_erase(text, boolean), $namespace.projectors_that_tell(text[]) FROM PUBLIC;
 REVOKE ALL ON FUNCTION $namespace.erasure_preview(text, boolean),
     $namespace.erase_session(text, text, text, text, boolean) FROM PUBLIC;
