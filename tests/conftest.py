@@ -28,7 +28,7 @@ import psycopg2
 import pytest
 from psycopg2.extensions import connection, make_dsn
 
-from tests import containers
+from tests import containers, memory_files
 from walstream.errors import ConfigError
 from walstream.postgres import PostgresServer
 from walstream.postgres.binaries import find_binaries
@@ -216,6 +216,7 @@ def _made_like(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    memory_files.use_memory()
     # A shell that starts a command in the background has it ignore Ctrl-C, and so would every process that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
