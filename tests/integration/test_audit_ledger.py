@@ -234,6 +234,69 @@ def test_a_trail_that_is_ahead_of_the_order_waits_and_compares(world: World, dir
     assert findings(verify(world, directory)) == []
 
 
+@pytest.mark.parametrize("reached", [5, 0])
+def test_events_that_the_database_lost_are_named_at_once(world: World, directory: Path, reached: int) -> None:
+    """A fail-over to a standby that was behind: neither order nor ledger has the last events."""
+    world.add_many(10)
+    put_on_record(world, directory)
+    world.execute("DELETE FROM walstream.commit_order")
+    if reached:
+        world.order(range(1, 1 + reached))
+    world.execute("DELETE FROM agent_events WHERE seq BETWEEN 8 AND 10")
+    before = [each.hash for each in records(directory)]
+    world.start(AuditSink(directory))
+    eventually(lambda: world.state("audit-sink") == "halted")
+    (error,) = world.execute("SELECT error FROM walstream.projectors WHERE name = 'audit-sink'")[0]
+    assert "holds 3 events that this ledger does not have any more: offsets 8 to 10, seqs 8 to 10." in error
+    assert [each.hash for each in records(directory)] == before
+
+
+def test_what_an_erasure_declares_is_not_lost(world: World, directory: Path) -> None:
+    world.add_many(10)
+    put_on_record(world, directory)
+    world.execute("DELETE FROM walstream.commit_order")
+    world.order(range(1, 6))
+    world.execute("INSERT INTO walstream.erasures (first_seq, last_seq, reason) VALUES (8, 10, 'retention')")
+    world.execute("DELETE FROM agent_events WHERE seq BETWEEN 8 AND 10")
+    trail = AuditTrail(directory)
+    try:
+        assert trail.check(world.settings) == 10
+    finally:
+        trail.close()
+
+
+def test_where_two_histories_part_is_found(world: World, directory: Path) -> None:
+    """The promoted server has gone on for a while before the sink looks."""
+    world.add_many(40)
+    put_on_record(world, directory)
+    world.execute("DELETE FROM walstream.commit_order")
+    world.execute("DELETE FROM agent_events WHERE seq > 23")
+    others = world.insert(*["other"] * 30)
+    world.order([*range(1, 24), *others])
+    trail = AuditTrail(directory)
+    try:
+        with pytest.raises(TrailBroken, match=f"seq 24 under offset 24, and the ledger's order has seq {others[0]} th"):
+            trail.check(world.settings)
+    finally:
+        trail.close()
+
+
+def test_another_event_of_the_same_number_is_no_changed_one(world: World, directory: Path) -> None:
+    """A seq that was lost can be given again, at the same offset: no tampering, but another history."""
+    world.add_many(10)
+    put_on_record(world, directory)
+    world.execute("DELETE FROM walstream.commit_order")
+    world.execute("UPDATE agent_events SET event_type = 'another' WHERE seq = 10")
+    world.order(range(1, 11))  # at other places of the WAL
+    trail = AuditTrail(directory)
+    try:
+        with pytest.raises(TrailBroken, match="another event under offset 10 and seq 10"):
+            trail.record(world.events(), world.settings)
+    finally:
+        trail.close()
+    assert offsets(directory) == list(range(1, 11)), "nothing was written"
+
+
 def test_a_directory_without_its_disk_shows_in_the_state(world: World, directory: Path) -> None:
     world.add_many(10)
     world.start(AuditSink(directory))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.audit_files import offsets, verified
 from tests.cli_calls import call, ok
 from tests.conftest import Database
 from tests.integration.streams import Installed, Recorder, eventually
+from walstream.config import ProjectorSettings
 from walstream.errors import ExitCode, SlotError
 from walstream.postgres import PostgresServer
 from walstream.postgres.server import Setting, _free_port
 from walstream.postgres.workspace import Workspace
+from walstream.projectors.audit_sink import AuditSink
 
 
 class Standby(PostgresServer):
@@ -79,7 +83,7 @@ def kept(stream: Installed, standby: Standby) -> bool:
     return rows == [(True,)]
 
 
-def after(stream: Installed, standby: Standby) -> Installed:
+def after(stream: Installed, standby: Standby, epoch: str = "--same-epoch") -> Installed:
     """The same stream on the promoted server, adopted."""
     database = Database(standby, "ledger", made=True)
     words = ("--slot", stream.settings.slot)
@@ -90,7 +94,7 @@ def after(stream: Installed, standby: Standby) -> Installed:
     made.place, made.settings = database, moved
     with pytest.raises(SlotError, match="timeline"), made.host():
         pass
-    ok("adopt", *words, "--same-epoch", "--yes", dsn=database.dsn)
+    ok("adopt", *words, epoch, "--yes", dsn=database.dsn)
     return made
 
 
@@ -120,6 +124,100 @@ def test_a_clean_switch_over(pair: tuple[Installed, Standby]) -> None:
     births = now.place.execute("SELECT count(*) FROM walstream.recoveries WHERE kind = 'rebirth'")
     assert births == [(0 if keeps else 1,)]
     assert ok("doctor", "--slot", stream.settings.slot, "--json", dsn=now.place.dsn).json
+
+
+@pytest.mark.slow
+def test_nothing_is_delivered_before_the_standby_has_it(pair: tuple[Installed, Standby]) -> None:
+    """`synchronized_standby_slots`: what a fail-over can lose is not out; the slot that came along is read on."""
+    stream, standby = pair
+    if standby.major < 17:
+        pytest.skip("slots for fail-over exist from 17 on")
+    old: Any = stream.place
+    old.execute("ALTER SYSTEM SET synchronized_standby_slots = 'standby'")
+    old.execute("SELECT pg_reload_conf()")
+    words = ("--slot", stream.settings.slot)
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.insert("one", "two")
+        eventually(lambda: len(recorder.got) == 2, "two events")
+        eventually(lambda: kept(stream, standby), "the standby has a copy of the slot", timeout=60)
+        standby.stop("fast")
+        stream.insert("three")
+        time.sleep(3)
+        assert recorder.types == ["one", "two"], "the standby does not have it"
+        judged = call("guard", *words, "--json", dsn=old.dsn).json["slots"][0]
+        assert (judged["state"], judged["causes"][0]["cause"]) == ("warn", "standby_awaited")
+        assert "standby" in call("status", *words, dsn=old.dsn).stdout
+        standby.start()
+        eventually(lambda: recorder.types == ["one", "two", "three"], "the standby has it")
+        assert call("guard", *words, "--json", dsn=old.dsn).json["slots"][0]["state"] == "ok"
+    eventually(lambda: caught_up(stream), "the standby has everything")
+    old.server.stop("immediate")
+    standby.promote()
+    now = after(stream, standby)
+    assert kept(now, standby)
+    with now.host(recorder):
+        now.insert("new")
+        eventually(lambda: recorder.types == ["one", "two", "three", "new"], "what is new, and nothing twice")
+        now.wait_ordered()
+    assert now.place.execute("SELECT count(*) FROM walstream.recoveries WHERE kind = 'rebirth'") == [(0,)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", ["skipped", "given again"])
+def test_what_only_the_old_primary_had_is_named(pair: tuple[Installed, Standby], tmp_path: Path, numbers: str) -> None:
+    """A lossy fail-over: events are on record outside of the database, and do not exist on the promoted server.
+
+    A standby skips up to 32 numbers of a sequence; where more were lost, others get them again.
+    """
+    stream, standby = pair
+    lost = ["lost"] * (7 if numbers == "skipped" else 40)
+    trail = tmp_path / "audit"
+    recorder = Recorder()
+    with stream.host(recorder, AuditSink(trail)):
+        stream.insert("one", "two")
+        eventually(lambda: len(recorder.got) == 2, "two events")
+        if standby.major >= 17:
+            eventually(lambda: kept(stream, standby), "the standby has a copy of the slot", timeout=60)
+        eventually(lambda: caught_up(stream), "the standby has everything so far")
+        eventually(lambda: len(standby.execute(_ORDERED, dbname="ledger")) > 0, "and its order")
+        standby.stop("fast")
+        stream.insert(*lost)
+        eventually(lambda: len(offsets(trail)) == 2 + len(lost), "the trail has all of them")
+    old: Any = stream.place
+    old.server.stop("immediate")
+    standby.start()
+    standby.promote()
+    now = after(stream, standby, "--new-epoch")
+    named = f"holds {len(lost)} events that this ledger does not have any more: offsets 3 to {2 + len(lost)}"
+    again = Recorder()
+    with now.host(again, AuditSink(trail)):
+        eventually(lambda: error_of(now, "audit-sink"), "the sink has looked")
+        assert named in error_of(now, "audit-sink")
+        status = call("status", "--slot", stream.settings.slot, "--json", dsn=now.place.dsn).json
+        assert any("audit-sink" in problem and "does not have any more" in problem for problem in status["problems"])
+        now.insert(*["new"] * 45)
+        eventually(lambda: again.types.count("new") == 45, "everybody else goes on")
+        now.wait_ordered()
+    with now.host(AuditSink(trail)):  # by now others have their offsets, and perhaps their numbers
+        eventually(lambda: "another" in error_of(now, "audit-sink"), "the first difference")
+        assert "under offset 3" in error_of(now, "audit-sink")
+    assert len(offsets(trail)) == 2 + len(lost), "the record of the old history stands as it was"
+    verified(trail)
+    # As docs/audit.md has it: another chain, from where the histories part.
+    ok("projectors", "reset", "audit-sink", "--to", "3", "--yes", dsn=now.place.dsn)
+    fresh = tmp_path / "another"
+    with now.host(AuditSink(fresh), projectors={"audit-sink": ProjectorSettings(start=3)}):
+        eventually(lambda: fresh.exists() and offsets(fresh) == list(range(3, 48)), "the new history, on record")
+    verified(fresh)
+
+
+_ORDERED = "SELECT 1 FROM walstream.commit_order WHERE max_seq >= 2"
+
+
+def error_of(stream: Installed, projector: str) -> str:
+    rows = stream.place.execute("SELECT error FROM walstream.projectors WHERE name = %s", projector)
+    return str(rows[0][0] or "") if rows else ""
 
 
 def test_a_standby_without_a_copy_of_the_slot(pair: tuple[Installed, Standby]) -> None:

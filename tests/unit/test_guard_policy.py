@@ -92,6 +92,9 @@ def slot(**facts: Any) -> SlotReading:
         ),
         ({"retained": 5 * GiB, "behind": 5 * GiB, "safe": 5 * GiB}, State.WARN, "ingest_behind"),
         ({"retained": 8 * GiB, "behind": 8 * GiB, "safe": 2 * GiB}, State.CRITICAL, "ingest_behind"),
+        # It waits for a standby, from 17 on: connected, and nothing comes.
+        ({"awaited": ("standby",)}, State.WARN, "standby_awaited"),
+        ({"awaited": ("standby",), "wal_rate": 10.0 * GiB / 1800}, State.CRITICAL, "standby_awaited"),
         # A transaction holds restart_lsn.
         ({"retained": 1 * GiB, "safe": 9 * GiB, "transaction": OLD, "wal_rate": 0.0}, State.WARN, "long_transaction"),
         ({"retained": 1 * GiB, "safe": 9 * GiB, "transaction": PREPARED}, State.WARN, "long_transaction"),
@@ -239,6 +242,7 @@ WORSE: dict[str, Callable[[SlotReading, int], SlotReading]] = {
     "a transaction of unknown age": lambda r, _: replace(
         r, transaction=OpenTransaction("pid 7", "end it", None, prepared=False)
     ),
+    "a standby is awaited": lambda r, _: replace(r, awaited=("standby",)),
     "unreserved": lambda r, _: replace(r, wal_status="unreserved"),
     "no status": lambda r, _: replace(r, wal_status=""),
     "lost": lambda r, _: replace(r, wal_status="lost"),

@@ -6,15 +6,19 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from walstream.event import Event
 
 from .loading import TrailBroken
-from .record import EVENT, NoRecord, Record, differences, parse
+from .record import EVENT, NoRecord, Record, differences, is_another, parse
 from .segments import DamagedFile, read_lines, segments_in
 
 log = logging.getLogger("walstream.audit")
+
+_OF_ANOTHER_HISTORY: Final = (
+    "keep it as it is, and begin another one in a new directory (docs/audit.md, Another history)"
+)
 
 
 class Known:
@@ -34,6 +38,25 @@ class Known:
         self._stream: Iterator[Record] = iter(())
         self._next = 0
 
+    @property
+    def begins(self) -> int:
+        """The first offset that the files here can hold."""
+        return self._starts[0] if self._starts else 1
+
+    def behind(self, offset: int) -> Iterator[Record]:
+        """The records from an offset on.
+
+        Raises:
+            TrailBroken: the files are damaged.
+            OSError: they cannot be read.
+        """
+        try:
+            for record in self._from(offset):
+                if record.offset is not None and record.offset >= offset:
+                    yield record
+        except (NoRecord, DamagedFile) as error:
+            raise self._damaged(offset, error) from error
+
     def find(self, offset: int) -> Record:
         """The record of an offset.
 
@@ -51,9 +74,7 @@ class Known:
                         return record
                     break
         except (NoRecord, DamagedFile) as error:
-            raise TrailBroken(
-                f"{self._directory} is damaged near offset {offset}: {error}", hint="run `walstream audit verify`"
-            ) from error
+            raise self._damaged(offset, error) from error
         self._next = 0
         raise TrailBroken(
             f"{self._directory} does not hold offset {offset}: the chain began behind it, or a segment is not here",
@@ -77,7 +98,15 @@ class Known:
                 raise another_event(self._directory, event.offset, record.seq, event.seq)
             if record.kind != EVENT:
                 continue  # it was gone when its turn came, and is there again
-            changed = differences(record.fields(), record.sha256, event)
+            fields = record.fields()
+            changed = differences(fields, record.sha256, event)
+            if changed and is_another(fields, event):
+                raise TrailBroken(
+                    f"{self._directory} holds another event under offset {event.offset} and seq {event.seq} than the"
+                    f" ledger has there ({', '.join(changed)} differ, and it was committed elsewhere): the chain"
+                    " belongs to another history",
+                    hint=_OF_ANOTHER_HISTORY,
+                )
             if changed:
                 log.error(
                     "seq %d (offset %d) is no longer what is on record (%s): the ledger was changed",
@@ -87,6 +116,11 @@ class Known:
                 )
                 found.append({"what": "changed", "offset": event.offset, "seq": event.seq, "columns": changed})
         return found
+
+    def _damaged(self, offset: int, error: Exception) -> TrailBroken:
+        return TrailBroken(
+            f"{self._directory} is damaged near offset {offset}: {error}", hint="run `walstream audit verify`"
+        )
 
     def _from(self, offset: int) -> Iterator[Record]:
         begin = max(0, bisect_right(self._starts, offset) - 1)
@@ -98,10 +132,10 @@ class Known:
                         yield record
 
 
-def another_event(directory: Path, offset: int, recorded: int | None, ordered: int) -> TrailBroken:
+def another_event(directory: Path, offset: int, recorded: int | None, ordered: int | None) -> TrailBroken:
     """The error for an offset under which the ledger's order has another event than the trail."""
     return TrailBroken(
         f"{directory} holds seq {recorded} under offset {offset}, and the ledger's order has seq {ordered} there: the"
         " chain belongs to another history",
-        hint="keep it as it is, and begin another one in a new directory (docs/audit.md, Another history)",
+        hint=_OF_ANOTHER_HISTORY,
     )

@@ -300,3 +300,15 @@ def differences(fields: Mapping[str, Any], payload_digest: bytes, event: Event) 
     extras = event.extras
     found += [name for name in extras if name in recorded and recorded[name] != extras[name]]
     return found
+
+
+def is_another(fields: Mapping[str, Any], event: Event) -> bool:
+    """Whether a record and an event of the same offset and seq, which differ, are two events and not one that was
+    changed: they were committed at different places of the WAL, or the ledger is in another epoch since.
+
+    Args:
+        fields: the record's header.
+    """
+    lsn, key = fields.get("lsn"), fields.get("key")
+    moved = lsn is not None and event.commit.lsn > 0 and lsn != format_lsn(event.commit.lsn)
+    return moved or (key is not None and key != f"{event.commit.key_prefix}:{event.seq}")

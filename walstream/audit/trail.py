@@ -20,13 +20,14 @@ from walstream.config import Settings
 from walstream.errors import ConfigError, RetryLater, WalstreamError
 from walstream.event import Event
 
-from . import erasing, gaps, order_facts
+from . import erasing, gaps
 from .alarm import Alarm, Hook
 from .archive import archive_at
 from .chain import Link
 from .declared import Declarations, warn_if_deaf
 from .directory import Busy, Directory
-from .known import Known, another_event
+from .history import check_end
+from .known import Known
 from .loading import load
 from .manifest import Manifest
 from .open_segment import OpenSegment
@@ -94,7 +95,8 @@ class AuditTrail:
         """Read the trail, and compare its end with the order in the database; return the offset it ends with.
 
         Raises:
-            TrailBroken: another event stands there in the order, or the files are damaged.
+            TrailBroken: another event stands there in the order, the ledger has lost events that are on record, or the
+                files are damaged.
             RetryLater: directory or database are away.
         """
         warn_if_deaf(settings)
@@ -106,16 +108,8 @@ class AuditTrail:
             if open_ is None or not open_.link.events:
                 return None
             offset = open_.link.offset or 0
-            on_record = self._records().find(offset).seq
-        connection = order_facts.open_database(settings)
-        try:
-            ordered = dict(order_facts.seqs_between(connection, settings.namespace, offset, offset))
-        finally:
-            connection.close()
-        if offset not in ordered:
-            log.info("%s ends with offset %d, which the order has not reached: it waits", self.path, offset)
-        elif on_record is not None and ordered[offset] != on_record:
-            raise another_event(self.path, offset, on_record, ordered[offset])
+            if not check_end(self.path, self._records(), offset, settings):
+                log.info("%s ends with offset %d, which the order has not reached: it waits", self.path, offset)
         return offset
 
     def record(self, events: Sequence[Event], settings: Settings, *, first: int | None = 1) -> None:

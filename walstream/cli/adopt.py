@@ -64,7 +64,7 @@ def adopt(
         console.confirm("Adopt this?", yes)
         done = adoption.adopt(conn, settings, new_epoch=bool(new_epoch))
     _report(done, as_json, f"adopted; ledger {done.before.ledger_id}")
-    console.note("walstream run checks the slot next; where it did not come along, run `walstream init`")
+    console.note("walstream run checks the slot next; where it did not come along, it makes a new one")
 
 
 def _in_words(found: Adoption) -> str:

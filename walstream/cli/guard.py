@@ -189,6 +189,7 @@ def _slot_document(verdict: Verdict) -> dict[str, Any]:
         "free_disk_bytes": slot.free_disk,
         "inactive_seconds": slot.inactive_seconds,
         "wal_rate": slot.wal_rate,
+        "awaited_standbys": list(slot.awaited),
         "oldest_transaction": None
         if oldest is None
         else {"who": oldest.who, "seconds": oldest.seconds, "prepared": oldest.prepared, "remedy": oldest.remedy},

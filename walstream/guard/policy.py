@@ -85,6 +85,8 @@ class SlotReading:
         growth: by how much ``behind`` grew a second; ``None`` as well.
         transaction: the oldest open one.
         ours: it is the configuration's slot, so that what to do is known; another one is somebody else's.
+        awaited: standbys (their slots) that the server waits for before it sends anything on this slot
+            (``synchronized_standby_slots``, from 17 on) and that are not there.
     """
 
     name: str
@@ -105,6 +107,7 @@ class SlotReading:
     growth: float | None = None
     transaction: OpenTransaction | None = None
     ours: bool = True
+    awaited: tuple[str, ...] = ()
 
     @property
     def lost(self) -> bool:
@@ -163,6 +166,7 @@ CAUSES: Final = (
     "slot_lost",
     "half_made",
     "nobody_connected",
+    "standby_awaited",
     "long_transaction",
     "ingest_behind",
     "restart_held",
@@ -234,6 +238,8 @@ def _pressures(slot: SlotReading, limits: GuardSettings) -> Iterator[_Pressure]:
         yield _half_made(slot)
     if not slot.active:
         yield _unread(slot)
+    if slot.awaited:
+        yield _awaiting(slot)
     retained = slot.retained or 0
     behind = retained if slot.behind is None else slot.behind
     held = max(0, retained - behind)
@@ -265,6 +271,19 @@ def _unread(slot: SlotReading) -> _Pressure:
         f"nobody reads slot {slot.name}"
         + ("; this server does not say since when" if seconds is None else f" since {duration(seconds)}"),
         f"start {'`walstream run`' if slot.ours else 'its consumer'}; if nobody is to read it again: {_drop(slot)}",
+    )
+
+
+def _awaiting(slot: SlotReading) -> _Pressure:
+    names = ", ".join(slot.awaited)
+    return _Pressure(
+        "standby_awaited",
+        State.WARN,
+        slot.wal_rate,
+        f"slot {slot.name} sends nothing before standby {names} has it (synchronized_standby_slots), and nobody reads"
+        " that slot",
+        "start the standby; or, if it is not to come back: ALTER SYSTEM SET synchronized_standby_slots = '' (or the"
+        " standbys that are left); SELECT pg_reload_conf(); a fail-over can then lose events that are out already",
     )
 
 

@@ -14,6 +14,7 @@ from walstream.source.facts import (
     Blocker,
     ServerFacts,
     SlotFacts,
+    absent_standbys,
     blockers,
     logical_slots,
     server_facts,
@@ -97,6 +98,7 @@ class SlotReader:
         )
         before = self._before(sample)
         disk = free_disk(connection, server)
+        absent = absent_standbys(connection, server) if any(slot.failover for slot in found) else ()
         rate = None if before is None else _rate(before.wal_end, sample.wal_end, sample.at - before.at)
         readings = [
             replace(
@@ -107,6 +109,7 @@ class SlotReader:
                 growth=_growth(before, sample, slot.name),
                 transaction=oldest,
                 ours=slot.name == self._name,
+                awaited=absent if slot.failover else (),
             )
             for slot in found
         ]

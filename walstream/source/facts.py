@@ -272,6 +272,22 @@ def logical_slots(connection: Connection) -> list[SlotFacts]:
         return [_slot(*row) for row in cursor.fetchall()]
 
 
+def absent_standbys(connection: Connection, server: ServerFacts) -> tuple[str, ...]:
+    """The physical slots of ``synchronized_standby_slots`` (from 17 on) that nobody reads, that are lost or not there:
+    the server sends nothing on a slot for fail-over before each of them has it."""
+    names = server.settings.get("synchronized_standby_slots", "").strip()
+    if not names:
+        return ()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_catalog.btrim(n, ' \"') FROM pg_catalog.unnest(pg_catalog.string_to_array(%s, ',')) AS n"
+            " WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_replication_slots AS s"
+            " WHERE s.slot_name = pg_catalog.btrim(n, ' \"') AND s.active)",
+            (names,),
+        )
+        return tuple(name for (name,) in cursor.fetchall())
+
+
 def blockers(connection: Connection) -> list[Blocker]:
     """Open transactions of any database that have written something, oldest first, prepared ones included.
 
