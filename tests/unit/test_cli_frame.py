@@ -223,3 +223,21 @@ def test_a_table_may_be_named_with_its_schema(monkeypatch: pytest.MonkeyPatch, t
 def test_version_and_help() -> None:
     assert runner.invoke(app, ["--version"]).stdout.startswith("walstream ")
     assert "Usage" in runner.invoke(app, ["--help"]).stdout
+
+
+def test_a_command_imports_no_other_one() -> None:
+    script = (
+        "import sys\n"
+        "from walstream.cli import app\n"
+        "app(['import', '--help'], standalone_mode=False)\n"
+        "names = ('import_', 'doctor', 'worker', 'audit', 'demo')\n"
+        "print([name for name in names if f'walstream.cli.{name}' in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "['import_']"
+
+
+def test_a_word_that_is_no_command_is_compared_with_all_of_them() -> None:
+    result = runner.invoke(app, ["sesions"])
+    assert result.exit_code == ExitCode.USAGE
+    assert "'sessions'" in result.stderr

@@ -171,8 +171,9 @@ def commands() -> dict[str, Any]:
 
     def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         if hasattr(command, "commands"):
-            for name, below in command.commands.items():
-                yield from walk(below, (*words, name))
+            context = typer.Context(command)
+            for name in command.list_commands(context):
+                yield from walk(command.get_command(context, name), (*words, name))
         else:
             yield " ".join(words), command
 

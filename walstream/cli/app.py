@@ -22,7 +22,8 @@ from . import console
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Each exposes `register(app: typer.Typer) -> None`. The order is the order of `walstream --help`.
+# Each exposes `register(app: typer.Typer) -> None`, which adds one command or one group of them, called like the module
+# but for an underscore at its end. The order is the order of `walstream --help`.
 COMMANDS: Final[tuple[str, ...]] = (
     "init",
     "migrate",
@@ -102,16 +103,46 @@ class Commands(TyperGroup):
         raise typer.Exit(code)
 
 
+_FORM: Final[dict[str, Any]] = {
+    "rich_markup_mode": "markdown",
+    "pretty_exceptions_enable": False,  # they print local variables, and a DSN with its password can be one
+}
+
+
+class LoadedWhenAsked(Commands):
+    """The commands of walstream. Only the module of the one that is called is imported, a third of a start less."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all, in the order of the help."""
+        del ctx
+        return [name.rstrip("_") for name in COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command or group called ``cmd_name``; ``None`` if there is none."""
+        if cmd_name not in self.commands:
+            # All of them for a name that nobody has: the parser proposes those that are like it.
+            called = [name for name in COMMANDS if name.rstrip("_") == cmd_name]
+            for name in called or COMMANDS:
+                self.commands.setdefault(name.rstrip("_"), _load(name))
+        return super().get_command(ctx, cmd_name)
+
+
+def _load(name: str) -> Any:
+    module: ModuleType = importlib.import_module(f".{name}", __package__)
+    alone = typer.Typer(**_FORM)
+    module.register(alone)
+    return typer.main.get_group(alone).commands[name.rstrip("_")]
+
+
 app = typer.Typer(
     name="walstream",
-    cls=Commands,
+    cls=LoadedWhenAsked,
     help="Tail an append-only Postgres ledger of agent events, in commit order, and drive projectors.",
     epilog="Settings come from flags, WALSTREAM_… variables and walstream.toml, in that order.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,  # they print local variables, and a DSN with its password can be one
     context_settings={"help_option_names": ["-h", "--help"]},
+    **_FORM,
 )
 
 
@@ -130,15 +161,6 @@ def _frame(
     ] = False,
 ) -> None:
     """Options of walstream itself."""
-
-
-def _register_all() -> None:
-    for name in COMMANDS:
-        module: ModuleType = importlib.import_module(f".{name}", __package__)
-        module.register(app)
-
-
-_register_all()
 
 
 def _as_usage(error: Any, json: bool) -> None:
