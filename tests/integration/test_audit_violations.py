@@ -254,3 +254,27 @@ def test_on_the_schema_of_the_last_release_nothing_is_taken_over(world: World, d
     with world.at_version(6):
         tick(world, directory, events=True)
     assert violations(directory) == []
+
+
+def test_verification_counts_what_is_on_record_and_what_nobody_has_acknowledged(world: World, directory: Path) -> None:
+    dsn = world.settings.dsn or ""
+    world.add_many(4, sessions=2)
+    tamper(world, 1, 3)
+    world.execute("UPDATE walstream.violations SET changes = 500 WHERE seq = 3")
+    tick(world, directory, events=True)
+    world.execute("UPDATE walstream.violations SET acknowledged_at = now() WHERE seq = 1")
+    world.execute("SELECT walstream.erase_session(session_id::text, 'asked for') FROM agent_events WHERE seq = 1")
+    tick(world, directory)
+    for words in ([], ["--ledger"]):
+        found = ok("audit", "verify", str(directory), *words, "--json", dsn=dsn).json
+        assert (found["violations"], found["changes"], found["erasures"], found["unacknowledged"]) == (3, 502, 1, 2)
+    said = ok("audit", "verify", str(directory), dsn=dsn).stdout
+    assert (
+        "on record: violations: 3 (502 changes of the ledger); in the database 2 are not acknowledged;"
+        " declared erasures: 1 (2 payloads)\n" in said
+    )
+    # The files alone, and a database that is away: it is no difference, and says so.
+    assert ok("audit", "verify", str(directory), "--json", dsn="").json["unacknowledged"] is None
+    away = ok("audit", "verify", str(directory), "--json", dsn="host=127.0.0.1 port=1 connect_timeout=2").json
+    assert (away["violations"], away["unacknowledged"]) == (3, None)
+    assert any("could not be counted" in note for note in away["notes"])

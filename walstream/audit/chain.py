@@ -53,6 +53,8 @@ class Link:
         hashes: of the records that were asked for.
         events: how many had an offset.
         ids: the highest id in the database of what was taken over from there, by kind (violations, erasures).
+        violations, changes: records of violations, and how many changes of the ledger they stand for.
+        declared: erasures that are on record as a whole: a large one is several records, of which the last says so.
     """
 
     n: int = 0
@@ -64,6 +66,9 @@ class Link:
     hashes: dict[int, bytes] = field(default_factory=dict)
     events: int = 0
     ids: dict[str, int] = field(default_factory=dict)
+    violations: int = 0
+    changes: int = 0
+    declared: int = 0
 
     @classmethod
     def before(cls, first: Record) -> Link:
@@ -135,6 +140,10 @@ class Link:
             self.offset = self.begins - 1
         elif record.kind == ERASURE:
             self.erasures[record.n] = ranges_declared(record)
+            self.declared += "id" in record.fields()
+        elif record.kind == VIOLATION:
+            self.violations += 1
+            self.changes += changes_told(record)
         if record.kind in TAKEN_OVER:
             note_id(self.ids, record)
         if record.erased_by is not None:
@@ -158,6 +167,15 @@ def ranges_declared(record: Record) -> list[tuple[int, int]]:
         return [(int(first), int(last)) for first, last in orjson.loads(record.payload or b"{}")["records"]]
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return []
+
+
+def changes_told(record: Record) -> int:
+    """How many changes of the ledger a violation stands for."""
+    try:
+        told = orjson.loads(record.payload or b"{}").get("changes", 1)
+    except (orjson.JSONDecodeError, AttributeError):
+        told = 1
+    return told if isinstance(told, int) and told >= 1 else 1
 
 
 def first_offset_of(record: Record) -> int:

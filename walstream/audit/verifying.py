@@ -62,6 +62,8 @@ class Report:
         heads, signed: heads of this chain, and how many of them carry a good signature (0 if no key was given).
         vouched_n: the last record that a sound head vouches for.
         blanked: records whose payload was removed by a declared erasure.
+        violations, changes: records of violations, and how many changes of the ledger they stand for.
+        erasures: declared erasures that are on record.
         findings: the first difference in the chain comes first.
         notes: what one should know and nobody need mend.
     """
@@ -76,6 +78,9 @@ class Report:
     signed: int = 0
     vouched_n: int = 0
     blanked: int = 0
+    violations: int = 0
+    changes: int = 0
+    erasures: int = 0
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -192,6 +197,9 @@ def _follow(checked: list[Checked], segments: list[Segment], begins_later: bool,
                 broken = True
         report.records += each.records
         report.events += each.link.events
+        report.violations += each.link.violations
+        report.changes += each.link.changes
+        report.erasures += each.link.declared
         if each.records:
             n, hash_ = each.link.n, each.link.hash
             offset = each.link.offset if each.link.offset is not None else offset

@@ -93,7 +93,8 @@ def verify(
 ) -> None:
     """Verify chain, signatures and offsets; with --ledger also that the ledger still says the same.
 
-    The first difference is named by segment, record, offset and seq. Exit code 1 if there is one.
+    The first difference is named by segment, record, offset and seq. Exit code 1 if there is one. Violations and
+    erasures on record are counted, and with a database violations that nobody has acknowledged: they are no difference.
     """
     from walstream.audit.ledger_comparison import LedgerComparison
     from walstream.audit.verifying import about_how_many, chosen_segments
@@ -121,11 +122,19 @@ def verify(
         except OSError as error:
             raise ConfigError(f"{error.filename or where} cannot be read: {error.strerror}") from None
     findings = [*report.findings, *(compared.findings if compared else ())]
+    unacknowledged = violations.open_if_known(settings)
+    if isinstance(unacknowledged, str):
+        report.notes.append(f"violations that nobody has acknowledged could not be counted: {unacknowledged}")
+        unacknowledged = None
     if as_json:
-        document = {**asdict(report), "ledger": asdict(compared) if compared else None}
+        document = {
+            **asdict(report),
+            "unacknowledged": None if unacknowledged is None else unacknowledged.records,
+            "ledger": asdict(compared) if compared else None,
+        }
         console.print_json({"directory": where, "verified": not findings, **document})
     else:
-        _show_verified(where, report, compared, findings)
+        _show_verified(where, report, unacknowledged, compared, findings)
     if findings:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -326,7 +335,13 @@ def _records(settings: Settings, directory: Path | None, wanted: Wanted) -> Any:
         raise ConfigError(f"{error.filename or where} cannot be read: {error.strerror}") from None
 
 
-def _show_verified(where: Path, report: Report, compared: Comparison | None, findings: list[Finding]) -> None:
+def _show_verified(
+    where: Path,
+    report: Report,
+    unacknowledged: violations.OpenViolations | None,
+    compared: Comparison | None,
+    findings: list[Finding],
+) -> None:
     for index, finding in enumerate(findings[:_FINDINGS_SHOWN]):
         console.say(f"{'FIRST DIFFERENCE' if not index else 'also'}: {_in_words(finding)}")
     if len(findings) > _FINDINGS_SHOWN:
@@ -338,8 +353,11 @@ def _show_verified(where: Path, report: Report, compared: Comparison | None, fin
         f" {report.last_offset or 0:,}; {report.heads:,} heads, {report.signed:,} with a good signature, vouch for all"
         f" up to record {report.vouched_n:,}"
     )
-    if report.blanked:
-        console.say(f"{report.blanked:,} payloads were removed by declared erasures")
+    left = "" if unacknowledged is None else f"; in the database {unacknowledged.records:,} are not acknowledged"
+    console.say(
+        f"on record: violations: {report.violations:,} ({report.changes:,} changes of the ledger){left}; declared"
+        f" erasures: {report.erasures:,} ({report.blanked:,} payloads)"
+    )
     if compared is not None:
         console.say(
             f"ledger: {compared.same:,} of {compared.compared:,} rows are the same, {compared.missing:,} are missing,"

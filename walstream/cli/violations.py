@@ -11,7 +11,7 @@ from walstream.errors import ConfigError
 
 from . import console
 from .options import Json, takes_settings
-from .session import installed
+from .session import database, installed
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -57,6 +57,28 @@ def count_open(conn: Connection, settings: Settings) -> OpenViolations:
     Args:
         conn: in autocommit.
     """
+    return _open(conn, settings) or OpenViolations()
+
+
+def open_if_known(settings: Settings) -> OpenViolations | str | None:
+    """What is not acknowledged, for whoever has the files alone to look at, too.
+
+    Returns:
+        Why that could not be asked, in words, if it could not; ``None`` if no database was named, or it does not say.
+    """
+    from walstream.errors import WalstreamError
+
+    if not settings.dsn:
+        return None
+    try:
+        with database(settings, "audit") as conn:
+            return _open(conn, settings)
+    except WalstreamError as error:
+        return str(error)
+
+
+def _open(conn: Connection, settings: Settings) -> OpenViolations | None:
+    """``None`` where the schema is older, or this login may not see it."""
     from psycopg2.errors import InsufficientPrivilege, UndefinedColumn, UndefinedTable
 
     from walstream.config import quote
@@ -73,7 +95,7 @@ def count_open(conn: Connection, settings: Settings) -> OpenViolations:
                   FROM {quote(settings.namespace)}.violations WHERE acknowledged_at IS NULL"""
             )
         except (InsufficientPrivilege, UndefinedColumn, UndefinedTable):
-            return OpenViolations()
+            return None
         records, changes, last_id, last = cur.fetchone() or (0, 0, None, "")
     return OpenViolations(int(records), int(changes), last_id, last or "")
 
