@@ -217,6 +217,7 @@ def _made_like(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> 
 
 def pytest_configure(config: pytest.Config) -> None:
     memory_files.use_memory()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started: each would compile anew
     # A shell that starts a command in the background has it ignore Ctrl-C, and so would every process that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
