@@ -64,6 +64,27 @@ def test_that_transaction_alone_is_stepped_over(stream: Installed) -> None:
     assert recorder.types[-1] == "more"
 
 
+def test_a_ledger_that_halts_goes_on_after_the_gap_is_acknowledged(stream: Installed) -> None:
+    """`violations = halt`: the gap is one; then the comparison finds what of the transaction can be read."""
+    stream.place.execute(f"BEGIN; {INSERT}; {BROKEN}; {INSERT}; COMMIT", *["poison"] * 3)
+    recorder = Recorder()
+    ends(stream, recorder)
+    done = call("slot", "skip", "--slot", stream.settings.slot, "--yes", dsn=stream.place.dsn)
+    assert "cannot be sent on slot" in done.stdout
+    with stream.host(recorder, violations="halt") as host:
+        assert host.ingest is not None
+        eventually(lambda: host.ingest and host.ingest.state.state == "halted", "it halts for the gap")
+        stream.insert("after")
+        ok("audit", "acknowledge", "--note", "known", dsn=stream.place.dsn)
+        eventually(lambda: sorted(event.seq for event in recorder.got) == [1, 2, 4, 5], "all that can be read")
+        assert host.ingest.error is None
+    # At its next start it neither halts again nor finds the row that was given up.
+    with stream.host(recorder, violations="halt"):
+        stream.insert("last")
+        eventually(lambda: recorder.types[-1] == "last", "it goes on")
+    assert [event.offset for event in recorder.got] == [1, 2, 3, 4, 5]
+
+
 def test_not_where_nothing_is_in_the_way_and_not_beside_a_consumer(stream: Installed) -> None:
     called = call("slot", "skip", "--yes", *words(stream), dsn=stream.place.dsn)
     assert called.exit_code == ExitCode.SLOT

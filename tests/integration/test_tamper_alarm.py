@@ -10,7 +10,7 @@ from typing import Any
 import psycopg2
 import pytest
 
-from tests.cli_calls import ok
+from tests.cli_calls import call, ok
 from tests.conftest import Database
 from walstream.postgres import PostgresServer
 
@@ -316,8 +316,14 @@ def test_to_halt_until_somebody_acknowledges(database: Database) -> None:
         assert host.ingest is not None
         assert host.ingest.error is None, "the process goes on, and looks again"
         assert "ingest halts" in str(host.ingest.state.error)
+        assert host.ingest.state.state == "halted"
+        status = call("status", "--json", "--slot", stream.settings.slot, dsn=database.dsn).json
+        assert status["ingest"]["state"] == "halted", "it has its lease: it is not away"
+        assert any("ingest halts" in problem for problem in status["problems"])
+        acknowledged = time.monotonic()
         ok("audit", "acknowledge", dsn=database.dsn)
         eventually(lambda: recorder.types == ["a", "b", "behind"], "it goes on")
+        assert time.monotonic() - acknowledged < 5, "at once, not at the end of a pause that grows"
     assert stream.recorded() == [("delete", 1)]
 
 

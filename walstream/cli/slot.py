@@ -90,7 +90,7 @@ def skip(
             refused = _refused(settings, conn)
             lost = tuple(_unreadable(settings, conn, identity.floor_seq))
         if not as_json:
-            _show(settings, refused, lost)
+            console.say(_found(settings, refused, lost))
         console.confirm("Give this up?", yes)
         cause = _cause(settings, refused, lost)
         _note_gap(settings, conn, refused, lost, cause)
@@ -117,7 +117,9 @@ def skip(
         )
     else:
         moved = "" if position is None else f"slot {settings.slot} stands at {format_lsn(position)} now; "
-        console.say(f"{moved}{len(lost)} rows are given up, and that is on record. Go on with `walstream run`")
+        rows = "1 row is" if len(lost) == 1 else f"{len(lost)} rows are"
+        then = "`walstream audit acknowledge` (violations = halt), and " if settings.violations == "halt" else ""
+        console.say(f"{moved}{rows} given up, and that is on record. Go on with {then}`walstream run`")
 
 
 def _refused(settings: Settings, conn: Connection) -> Refused:
@@ -272,8 +274,7 @@ def _note_gap(settings: Settings, conn: Connection, refused: Refused | None, los
 
 
 def _cause(settings: Settings, refused: Refused | None, lost: tuple[int, ...]) -> str:
-    rows = ", ".join(map(str, lost[:_SHOWN])) + (", …" if len(lost) > _SHOWN else "")
-    given_up = f"rows that nobody can read: seq {rows}" if lost else "every row of the ledger can be read"
+    given_up = _rows(lost)
     if refused is None:
         return f"given up by a person: {given_up}"
     return (
@@ -282,5 +283,17 @@ def _cause(settings: Settings, refused: Refused | None, lost: tuple[int, ...]) -
     )
 
 
-def _show(settings: Settings, refused: Refused | None, lost: tuple[int, ...]) -> None:
-    console.say(_cause(settings, refused, lost))
+def _found(settings: Settings, refused: Refused | None, lost: tuple[int, ...]) -> str:
+    """What would be given up."""
+    rows = _rows(lost)
+    if refused is None:
+        return rows
+    return (
+        f"transaction {refused.xid}, committed at {format_lsn(refused.final_lsn)}, cannot be sent on slot"
+        f" {settings.slot}: {refused.error}; {rows}"
+    )
+
+
+def _rows(lost: tuple[int, ...]) -> str:
+    rows = ", ".join(map(str, lost[:_SHOWN])) + (", …" if len(lost) > _SHOWN else "")
+    return f"rows that nobody can read: seq {rows}" if lost else "every row of the ledger can be read"

@@ -301,6 +301,8 @@ def _problems(
             for finding in verdict.findings
             if working or finding.cause != "nobody_connected"  # that nobody ingests is said below
         ]
+    if ingest.state == "halted":
+        found.append(f"ingest halts: {ingest.error}")
     if ingest.state == "failed":
         found.append(f"ingest failed: {ingest.error}")
     elif ingest.state in {"stopped", "gone"}:

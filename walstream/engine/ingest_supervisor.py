@@ -34,6 +34,7 @@ from .birth import BirthStopped, SlotMaker
 from .caretaker import Caretaker, Chore, SharedConnection
 from .catalogue_watch import CatalogueWatch
 from .erasure_watch import ErasureWatch
+from .halting import wait_until_acknowledged
 from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Lease
@@ -75,7 +76,7 @@ class Ports:
     slots: SlotMaker
 
 
-INGEST_STATES: Final = ("starting", "standby", "recovering", "streaming", "reconnecting", "stopped", "failed")
+INGEST_STATES: Final = ("starting", "standby", "recovering", "streaming", "halted", "reconnecting", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,7 @@ class IngestSupervisor:
         self._thread = threading.Thread(target=self._supervise, name="walstream-ingest", daemon=True)
         self.state = IngestState("starting", time.monotonic())
         for name in (*COUNTERS, "ingest_reconnects_total"):
-            METRICS.add(
-                name, 0
-            )  # a counter that begins with its first event hides that one from whoever watches it rise
+            METRICS.add(name, 0)  # one that begins with its first event hides that from whoever watches it rise
 
     def start(self) -> None:
         self._thread.start()
@@ -198,6 +197,8 @@ class IngestSupervisor:
             taken = True
             # Again: an adoption or a set-up may have gone before.
             identity = check_identity(connection, settings, unfinished=unfinished)
+            if not wait_until_acknowledged(connection, settings, lease, self._stopping, self._halt):
+                return
             notifier = Notifier(lambda: self._connect("notify"), settings.namespace)
             slot_moved = self._rebirth.ensure(
                 connection, lease, identity, on_begin=self._recover, on_filled=notifier.notify
@@ -336,6 +337,9 @@ class IngestSupervisor:
     def _stand_by(self, holder: str) -> None:
         log.info("another ingest has the lease (%s); standing by", holder)
         self._become("standby")
+
+    def _halt(self, reason: WalstreamError) -> None:
+        self._become("halted", reason)
 
     def _recover(self, cause: str) -> None:
         self._become("recovering", SlotGone(cause))

@@ -1,5 +1,7 @@
 """The same metrics for OpenTelemetry: pushed to a collector over OTLP/HTTP, under the names that Prometheus gets.
 
+A figure that nobody knows, or that is endless, is left out: OTLP has numbers only.
+
 The SDK's own environment variables hold (``OTEL_METRIC_EXPORT_INTERVAL``, ``OTEL_EXPORTER_OTLP_HEADERS``,
 ``OTEL_RESOURCE_ATTRIBUTES``, …; https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/). A
 collector that is away costs its own thread some time, and nobody else.
@@ -7,6 +9,7 @@ collector that is away costs its own thread some time, and nobody else.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -77,7 +80,8 @@ class OtlpPush:
         from opentelemetry.metrics import Observation
 
         def observe(_options: Any) -> Iterable[Observation]:
-            return [Observation(sample.value, dict(sample.labels)) for sample in self._now().get(name, ())]
+            known = (sample for sample in self._now().get(name, ()) if math.isfinite(sample.value))
+            return [Observation(sample.value, dict(sample.labels)) for sample in known]
 
         return observe
 
