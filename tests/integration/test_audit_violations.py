@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.audit_files import newest, offsets, records, settle, verified
-from tests.cli_calls import ok
+from tests.cli_calls import call, ok
 from tests.conftest import Server
 from tests.runner_world import World, eventually, world_on
 from walstream import RetryLater
@@ -254,6 +254,94 @@ def test_on_the_schema_of_the_last_release_nothing_is_taken_over(world: World, d
     with world.at_version(6):
         tick(world, directory, events=True)
     assert violations(directory) == []
+
+
+CHANGED = "UPDATE agent_events SET agent_id = %s, payload = payload || %s::jsonb WHERE seq = 2"
+FOUND = "SELECT kind, origin, seq, keys, old_keys, acknowledged_at IS NULL FROM walstream.violations ORDER BY id"
+
+
+def test_a_row_that_is_found_changed_when_it_comes_again_is_a_violation_like_others_once(
+    world: World, directory: Path
+) -> None:
+    told: list[Any] = []
+    world.add_many(3)
+    tick(world, directory, events=True)
+    was = {each.offset: each.sha256.decode() for each in records(directory)}
+    agent = world.events()[1].agent_id
+    world.execute(CHANGED, "somebody else", "{}")
+    world.execute("UPDATE agent_events SET agent_id = repeat('x', 300) WHERE seq = 3")
+    for _ in range(3):  # as after a kill in front of the cursor's step, again and again
+        tick(world, directory, events=True)
+    trail = AuditTrail(directory, on_violation=told.extend)
+    trail.tick(world.settings)
+    eventually(lambda: told, what="somebody is told")
+    trail.close()
+    assert world.execute(FOUND) == [
+        ("changed", "sink", 2, {"offset": "2", "agent_id": "somebody else"}, {"agent_id": agent}, True),
+        ("changed", "sink", 3, {"offset": "3", "agent_id": "x" * 200 + "…"}, {"agent_id": agent}, True),
+    ]
+    on_record = [json.loads(each.payload or b"") for each in records(directory) if each.kind == "violation"]
+    assert [(each["what"], each["origin"], each["seq"]) for each in on_record] == [
+        ("changed", "sink", 2),
+        ("changed", "sink", 3),
+    ]
+    assert [each["seq"] for each in told] == [2, 3]
+    line = next(
+        each for each in call("status", "--json", dsn=world.settings.dsn or "").json["problems"] if "TAMPER" in each
+    )
+    assert "2 changes of the ledger" in line
+    assert "not what is on record, found when it was delivered again: agent_id (seq 3)" in line
+    # What is changed further is another finding; and the digests of a payload say which it was.
+    world.execute(CHANGED, agent, '{"more": 1}')
+    tick(world, directory, events=True)
+    ((_, _, _, keys, old_keys, _),) = world.execute(FOUND)[2:]
+    assert old_keys == {"payload": was[2]}
+    assert set(keys) == {"offset", "payload"}
+    assert keys["payload"] != was[2]
+    assert violations(directory) == [2, 3, 2]
+    assert offsets(directory) == [1, 2, 3]
+    verified(directory)
+
+
+@pytest.mark.parametrize("why", ["an older schema", "to be ignored"])
+def test_what_has_no_place_beside_the_others_is_in_the_chain_all_the_same(
+    world: World, directory: Path, why: str
+) -> None:
+    world.add_many(3)
+    tick(world, directory, events=True)
+    world.execute(CHANGED, "somebody else", "{}")
+    if why == "to be ignored":
+        world.settings = world.settings.model_copy(update={"violations": "ignore"})
+        tick(world, directory, events=True)
+    else:
+        with world.at_version(8):
+            tick(world, directory, events=True)
+    (found,) = [json.loads(each.payload or b"") for each in records(directory) if each.kind == "violation"]
+    assert found == {"what": "changed", "offset": 2, "seq": 2, "columns": ["agent_id"]}
+    assert world.execute(FOUND) == []
+
+
+def test_ids_are_committed_in_their_order(world: World, directory: Path) -> None:
+    """The sink reads on from an id: what was drawn before it and committed after it would never be on record."""
+    world.add_many(3)
+    tick(world, directory, events=True)
+    world.execute(CHANGED, "somebody else", "{}")
+    first = world.connect()
+    with first.cursor() as cur:
+        cur.execute("SET session_replication_role = replica")  # triggers are skipped, but for this one
+        cur.execute(
+            "INSERT INTO walstream.violations (kind, commit_lsn, ordinal, seq, detail)"
+            " VALUES ('delete', '0/1', 1, 1, '')"
+        )
+    second = threading.Thread(target=tick, args=(world, directory, True))
+    second.start()
+    second.join(0.5)
+    assert second.is_alive()
+    assert world.execute(FOUND) == []
+    first.commit()
+    second.join(10)
+    assert [seq for _, _, seq, *_ in world.execute(FOUND)] == [1, 2]
+    assert violations(directory) == [1, 2]
 
 
 def test_verification_counts_what_is_on_record_and_what_nobody_has_acknowledged(world: World, directory: Path) -> None:

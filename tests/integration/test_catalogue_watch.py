@@ -10,6 +10,7 @@ from psycopg2.extensions import make_dsn
 
 from tests.cli_calls import ok
 from tests.conftest import Database
+from walstream.audit import findings
 from walstream.engine import ingest_supervisor
 from walstream.engine.backlog import Noticed
 from walstream.engine.catalogue_watch import OPEN, CatalogueWatch
@@ -257,3 +258,19 @@ def test_in_a_running_stream(database: Database, monkeypatch: pytest.MonkeyPatch
         database.execute("ALTER TABLE agent_events RENAME TO elsewhere")
         eventually(lambda: host.ingest is not None and host.ingest.error is not None, "ingest ends")
         assert database.execute("SELECT kind FROM walstream.violations ORDER BY id DESC LIMIT 1") == [("renamed",)]
+
+
+def test_what_the_audit_sink_finds_halts_as_well(database: Database) -> None:
+    """It is no news of the stream: ingest looks every few seconds."""
+    stream = Installed(database, violations="halt")
+    recorder = Recorder()
+    with stream.host(recorder) as host:
+        stream.insert("a")
+        eventually(lambda: recorder.types == ["a"], "what comes before")
+        finding = findings.Finding(1, 1, {"agent_id": ("a", "b")})
+        with database.connect() as connection:
+            findings.report(connection, "walstream", [finding])
+        eventually(lambda: "ingest halts" in str(host.ingest and host.ingest.state.error), "it is seen")
+        stream.insert("behind")
+        ok("audit", "acknowledge", dsn=database.dsn)
+        eventually(lambda: recorder.types == ["a", "behind"], "it goes on")

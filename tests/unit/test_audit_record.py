@@ -152,7 +152,7 @@ def test_differences_are_named_by_column() -> None:
     record = parse(pen.event(event(1, extras=(("tenant", "old"), (b"1", b"x"))), NOW).rstrip(b"\n"))
 
     def changed(**columns: object) -> list[str]:
-        return differences(record.fields(), record.sha256, event(1, **columns))  # type: ignore[arg-type]
+        return list(differences(record.fields(), record.sha256, event(1, **columns)))  # type: ignore[arg-type]
 
     assert changed() == []
     assert changed(payload='{"n": 1.5}') == ["payload"]

@@ -21,6 +21,7 @@ from walstream.event import Event
 from walstream.order.erasures import COVERS
 from walstream.order.table import own_table, query, segments_with_seqs_between
 
+from .findings import Finding, report
 from .order_facts import open_database
 from .record import VIOLATION, Pen
 
@@ -31,13 +32,17 @@ _Answer = TypeVar("_Answer")
 MOST: Final = 1_000
 """Rows of one answer."""
 
-_VIOLATIONS_SINCE: Final = 7  # version of the schema
+_ERASURES_SINCE: Final = 6  # versions of the schema
+_VIOLATIONS_SINCE: Final = 7
+_FINDINGS_SINCE: Final = 9
 
 _VIOLATION: Final = """
     SELECT id, jsonb_strip_nulls(jsonb_build_object(
                'what', kind, 'origin', origin, 'changes', NULLIF(changes, 1), 'seq', seq, 'seqs', seqs,
-               'keys', keys, 'old_keys', old_keys, 'detail', NULLIF(detail, ''), 'xid', NULLIF(xid, 0),
+               'detail', NULLIF(detail, ''), 'xid', NULLIF(xid, 0),
                'lsn', commit_lsn, 'committed_at', committed_at, 'noticed_at', noticed_at))
+           || CASE WHEN keys IS NULL THEN '{{}}' ELSE jsonb_build_object('keys', keys) END      -- in these a null says
+           || CASE WHEN old_keys IS NULL THEN '{{}}' ELSE jsonb_build_object('old_keys', old_keys) END   -- something
       FROM {table} WHERE id > %s{more} ORDER BY id LIMIT %s"""
 
 # What the publication has to publish, and may not.
@@ -45,8 +50,6 @@ _DEAF: Final = """
     SELECT array_remove(ARRAY[CASE WHEN NOT pubupdate THEN 'update' END, CASE WHEN NOT pubdelete THEN 'delete' END,
                               CASE WHEN NOT pubtruncate THEN 'truncate' END], NULL)
       FROM pg_catalog.pg_publication WHERE pubname = %s"""
-
-_ERASURES_SINCE: Final = 6
 
 # What one transaction declared of one session, up to where another one begins.
 _ERASED: Final = """
@@ -169,6 +172,24 @@ class Declarations:
     def unacknowledged(self, after: int, upto: int) -> list[Declared]:
         """Those up to an id that nobody has taken note of yet; errors as above."""
         return self.violations(after, upto=upto)
+
+    def report(self, found: Sequence[Finding]) -> bool:
+        """Write down what the sink found by itself, for everything that follows a violation; ``False`` if that has no
+        place: there is no database, its schema is older, or violations are to be ignored.
+
+        Raises:
+            WalstreamError: of the connection.
+        """
+        if not self.settings.dsn or self.settings.violations == "ignore":
+            return False
+
+        def ask(connection: Connection) -> bool:
+            if not self._is_new_enough(connection, _FINDINGS_SINCE):
+                return False
+            report(connection, self.settings.namespace, found)
+            return True
+
+        return self._asked(ask)
 
     def erasure(self, after: int) -> Erasure | None:
         """The first erasure with an id above ``after``; ``None`` if there is none.

@@ -6,10 +6,11 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from walstream.event import Event
 
+from .findings import Finding
 from .loading import TrailBroken
 from .record import EVENT, NoRecord, Record, differences, is_another, parse
 from .segments import DamagedFile, read_lines, segments_in
@@ -81,17 +82,17 @@ class Known:
             hint="put the segments back, or keep the chain as it is and begin another one in a new directory",
         )
 
-    def compare(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+    def compare(self, events: Sequence[Event]) -> list[Finding]:
         """Compare events that were delivered again with what is on record.
 
         Returns:
-            For each that has changed since, what a record of the violation shall say.
+            One for each that has changed since.
 
         Raises:
             TrailBroken: another event stands under the offset.
             OSError: the files cannot be read.
         """
-        found: list[dict[str, Any]] = []
+        found: list[Finding] = []
         for event in events:
             record = self.find(event.offset)
             if record.seq != event.seq:
@@ -114,7 +115,7 @@ class Known:
                     event.offset,
                     ", ".join(changed),
                 )
-                found.append({"what": "changed", "offset": event.offset, "seq": event.seq, "columns": changed})
+                found.append(Finding(event.offset, event.seq, changed))
         return found
 
     def _damaged(self, offset: int, error: Exception) -> TrailBroken:

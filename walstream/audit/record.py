@@ -277,8 +277,9 @@ def without_payload(line: bytes, erasure: int) -> bytes:
     return b'{"hash":"%b","header":%b,"erased":%d}' % (record.hash, record.header, erasure)
 
 
-def differences(fields: Mapping[str, Any], payload_digest: bytes, event: Event) -> list[str]:
-    """The columns in which ``event`` is not what is on record.
+def differences(fields: Mapping[str, Any], payload_digest: bytes, event: Event) -> dict[str, tuple[Any, Any]]:
+    """The columns in which ``event`` is not what is on record: what each is there, and what it is now. Of the payload
+    it is the digests.
 
     A column that only one of them has counts for nothing: the table may have been given it, or lost it, since.
 
@@ -293,12 +294,15 @@ def differences(fields: Mapping[str, Any], payload_digest: bytes, event: Event) 
         "event_type": row[3].decode(),
         "created_at": event.created_at_text,
     }
-    found = [name for name, value in own.items() if fields.get(name) != value]
-    if sha256(row[4]).hexdigest().encode() != payload_digest:
-        found.append("payload")
+    found = {name: (fields.get(name), value) for name, value in own.items() if fields.get(name) != value}
+    digest = sha256(row[4]).hexdigest().encode()
+    if digest != payload_digest:
+        found["payload"] = payload_digest.decode(), digest.decode()
     recorded: Mapping[str, Any] = fields.get("extras") or {}
     extras = event.extras
-    found += [name for name in extras if name in recorded and recorded[name] != extras[name]]
+    found.update(
+        (name, (recorded[name], extras[name])) for name in extras if name in recorded and recorded[name] != extras[name]
+    )
     return found
 
 

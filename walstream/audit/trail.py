@@ -237,8 +237,8 @@ class AuditTrail:
         end = open_.link.offset or 0
         pen = Pen(open_.link.n, open_.link.hash)
         known = [event for event in events if event.offset <= end]
-        if known:
-            lines += [pen.other(VIOLATION, found, now) for found in self._records().compare(known)]
+        if known and (found := self._records().compare(known)) and not self._asking(settings).report(found):
+            lines += [pen.other(VIOLATION, each.document, now) for each in found]
         expected = end + 1
         erased = self._asking(settings).covered(events[len(known) :])
         for event in events[len(known) :]:

@@ -84,10 +84,13 @@ class CatalogueWatch:
                 if _value(cur) < ALARM_VERSION:
                     return
                 cur.execute(f"SELECT count(*) FROM {self._schema}.violations WHERE acknowledged_at IS NULL")
-                METRICS.set(OPEN, _value(cur))
+                open_ = _value(cur)
+                METRICS.set(OPEN, open_)
                 if self._settings.violations == "ignore":
                     return
                 noticed = self._compare(cur)
+                if noticed is None and open_ and self._settings.violations == "halt":
+                    noticed = Noticed([], {}, [])  # of the audit sink: the orderer halts for it
         except Exception as raised:
             error = classify(raised, doing="looking at the ledger's catalogue")
             if error.transient:

@@ -1,7 +1,8 @@
 """Where violations are written down: the table that the audit sink reads them from, and ``walstream status``.
 
-Ingest alone writes it, under its generation: so ids are committed in their order, and whoever has read one has read all
-before it. The commit waits for this server's disk, because what was read ends in a file that no crash takes back.
+Ingest writes it under its generation, and the audit sink what it finds by itself; a trigger lets them take turns, so
+that ids are committed in their order, and whoever has read one has read all before it. The commit waits for this
+server's disk, because what was read ends in a file that no crash takes back.
 
 What an erasure declares is no violation. It is looked up once the transaction is visible (rule 2): then so is the
 declaration, which is of the same transaction.
@@ -124,7 +125,7 @@ class ViolationStore:
         """Write down what the catalogue told, together with what it says now: so each is written once.
 
         Raises:
-            LedgerTouched: there was something, and the policy is to halt.
+            LedgerTouched: something is not acknowledged, this or what the audit sink found, and the policy is to halt.
         """
         values = {
             "generation": self._lease.generation,
@@ -133,9 +134,9 @@ class ViolationStore:
             "rows": json.dumps([_row(place, each) for place, each in enumerate(noticed.violations)]),
         }
         cur.execute(_NOTICED.format(schema=self._schema), values)
-        if cur.rowcount and self._policy == "halt":
-            raise _touched(cur.rowcount)
-        return max(0, cur.rowcount)
+        recorded = max(0, cur.rowcount)
+        self.refuse_if_open(cur)
+        return recorded
 
     def refuse_if_open(self, cur: Cursor) -> None:
         """Where the policy is to halt: check that all violations are acknowledged.

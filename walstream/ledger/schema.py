@@ -166,6 +166,7 @@ def functions_template(version: int | None = None) -> str:
         ("approvals.sql", APPROVALS_VERSION),
         ("pruning.sql", PRUNING_VERSION),
         ("erasing.sql", ERASURES_VERSION),
+        ("violations.sql", FINDINGS_VERSION),
     )
     return "".join(_template(file) for file, needed in parts if version is None or version >= needed)
 

@@ -7,5 +7,5 @@ ALTER TABLE $namespace.violations
     DROP CONSTRAINT violations_origin_check,
     ADD CONSTRAINT violations_origin_check
         CHECK (origin IN ('stream', 'catalogue', 'reconciler', 'verify', 'sink'));
--- One row a finding: what is delivered a third time is no third one.
-CREATE INDEX violations_found ON $namespace.violations (seq) WHERE origin = 'sink';
+-- One row a finding, however often its event is delivered.
+CREATE UNIQUE INDEX violations_found ON $namespace.violations (seq, md5(keys::text)) WHERE origin = 'sink';
