@@ -170,6 +170,39 @@ def test_without_the_grants_nobody_appends(database: Database, worker: str) -> N
         conn.close()
 
 
+@pytest.mark.parametrize("by", ["", "hash:2"])
+def test_who_erases_can_do_that_and_nothing_else(database: Database, worker: str, by: str) -> None:
+    """The role that is called `worker` elsewhere is the eraser here."""
+    partitioned = ("--partition-by", by) if by else ()
+    stream = Installed(database, *partitioned, "--append-only")
+    said = ok("init", "--slot", stream.settings.slot, "--eraser", worker, dsn=database.dsn).stdout
+    assert f"note: {worker} may erase sessions (`walstream erase`" in said
+    database.execute("SELECT walstream.append(%s, 'a', 'x', %s)", SESSION, '{"name": "Ada"}')
+    dsn = make_dsn(database.dsn, user=worker, password="irrelevant")
+    conn = psycopg2.connect(dsn)
+    conn.autocommit = True
+    try:
+        with conn.cursor() as cur:
+            for refused in (
+                "SELECT payload FROM agent_events",
+                "UPDATE agent_events SET payload = '{}'",
+                "DELETE FROM agent_events",
+                "SELECT walstream.append(gen_random_uuid()::text, 'a', 'x', '{}')",
+                "INSERT INTO walstream.erasures (first_seq, last_seq, reason) VALUES (1, 1, 'mine')",
+                "SELECT walstream.make_append_only()",
+            ):
+                with pytest.raises(InsufficientPrivilege):
+                    cur.execute(refused)
+    finally:
+        conn.close()
+    assert ok("erase", SESSION, "--reason", "asked for", "--dry-run", "--json", dsn=dsn).json["touched"]["events"] == 1
+    assert ok("erase", SESSION, "--reason", "asked for", "--yes", "--json", dsn=dsn).json["left"] == 0
+    assert database.execute("SELECT payload::text FROM agent_events") == [('{"walstream_erased": true}',)]
+    assert database.execute("SELECT erased_by FROM walstream.erasures") == [(worker,)]
+    script = ok("init", "--slot", stream.settings.slot, "--eraser", worker, "--sql", dsn=database.dsn).stdout
+    database.execute(script)  # as often as one likes
+
+
 def test_the_grants_can_be_printed_for_a_dba(database: Database, worker: str, login: str) -> None:
     stream = Installed(database)
     words = ["init", "--slot", stream.settings.slot, "--worker", worker, "--grants", login, "--sql"]

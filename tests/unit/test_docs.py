@@ -317,7 +317,7 @@ def test_environment_variables_that_are_named_exist(page: Path) -> None:
 
 
 def test_operations_shows_the_grants_that_init_makes() -> None:
-    from walstream.ledger.grants import approver_statements, grant_statements, worker_statements
+    from walstream.ledger.grants import approver_statements, eraser_statements, grant_statements, worker_statements
 
     shown = re.findall(r"^(?:GRANT|DO) .*", section("docs/operations.md", "Roles and grants"), re.MULTILINE)
     settings = Settings()
@@ -325,6 +325,7 @@ def test_operations_shows_the_grants_that_init_makes() -> None:
         *grant_statements(settings, "walstream"),
         *worker_statements(settings, "agent"),
         *approver_statements(settings, "approver"),
+        *eraser_statements(settings, "eraser"),
     ]
 
 

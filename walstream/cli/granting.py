@@ -1,5 +1,5 @@
-"""``walstream init --grants ROLE``, ``--worker ROLE`` and ``--approver ROLE``: what can be granted is, and what only a
-superuser can give is said."""
+"""``walstream init --grants ROLE``, ``--worker ROLE``, ``--approver ROLE`` and ``--eraser ROLE``: what can be granted
+is, and what only a superuser can give is said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from walstream.config import quote
 from walstream.errors import ConfigError
-from walstream.ledger.grants import approver_statements, grant_statements, worker_statements
+from walstream.ledger.grants import approver_statements, eraser_statements, grant_statements, worker_statements
 
 from .provider import provider_of
 
@@ -64,6 +64,15 @@ def grant_worker(settings: Settings, conn: Connection, role: str) -> None:
 def grant_approver(settings: Settings, conn: Connection, role: str) -> None:
     """Grant ``role`` what who decides approvals needs, in one transaction."""
     _run(conn, approver_statements(settings, role))
+
+
+def grant_eraser(settings: Settings, conn: Connection, role: str) -> str:
+    """Grant ``role`` what who erases sessions needs, in one transaction; say what that is."""
+    _run(conn, eraser_statements(settings, role))
+    return (
+        f"{role} may erase sessions (`walstream erase`, {quote(settings.namespace)}.erase_session), also of a ledger"
+        " that is append-only, and may read no payload; each erasure says whose login it was"
+    )
 
 
 def _run(conn: Connection, statements: list[str]) -> None:

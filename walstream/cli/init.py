@@ -39,7 +39,7 @@ class Wishes:
         from_now: rows that stand in the table already are never events.
         slot_wal_keep: a size for ``max_slot_wal_keep_size``.
         grants: the role that is to run the stream; ``worker``: the one that is to append; ``approver``: the one that
-            is to decide approvals.
+            is to decide approvals; ``eraser``: the one that is to erase sessions.
         partition_by: how the ledger's table is partitioned, if it is made.
         append_only: nobody is to change rows of the ledger but by declaration.
         audit: the publication publishes every change of the ledger.
@@ -51,6 +51,7 @@ class Wishes:
     grants: str | None
     worker: str | None
     approver: str | None
+    eraser: str | None
     partition_by: PartitionBy | None
     append_only: bool
     audit: bool
@@ -90,6 +91,9 @@ def init(
     ] = None,
     approver: Annotated[
         str | None, typer.Option("--approver", metavar="ROLE", help="Grant ROLE what who decides approvals needs.")
+    ] = None,
+    eraser: Annotated[
+        str | None, typer.Option("--eraser", metavar="ROLE", help="Grant ROLE what who erases sessions needs.")
     ] = None,
     partition_by: Annotated[
         str | None,
@@ -135,7 +139,7 @@ def init(
     from . import plan as planning
 
     by = None if partition_by is None else PartitionBy.parse(partition_by)
-    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, by, append_only, audit, wait)
+    wishes = Wishes(start == "now", slot_wal_keep, grants, worker, approver, eraser, by, append_only, audit, wait)
     if sql and not settings.dsn:
         _print_script(settings, planning.everything(settings, by, guard=append_only, audit=audit), wishes)
         return
@@ -159,7 +163,7 @@ def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
     from .birth import bear
     from .progress import FillBar
 
-    for role in (wishes.grants, wishes.worker, wishes.approver):
+    for role in (wishes.grants, wishes.worker, wishes.approver, wishes.eraser):
         if role is not None:
             granting.require_role(conn, role)  # before anything is made
     kept = None if wishes.slot_wal_keep is None else _keep_wal(conn, wishes.slot_wal_keep)
@@ -171,6 +175,8 @@ def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
         granting.grant_worker(settings, conn, wishes.worker)
     if wishes.approver is not None:
         granting.grant_approver(settings, conn, wishes.approver)
+    if wishes.eraser is not None:
+        notes.append(granting.grant_eraser(settings, conn, wishes.eraser))
     born = None
     if plan.birth:
         with FillBar() as bar:
@@ -303,7 +309,7 @@ def _show(plan: Plan) -> None:
 
 
 def _print_script(settings: Settings, plan: Plan, wishes: Wishes) -> None:
-    from walstream.ledger.grants import approver_statements, grant_statements, worker_statements
+    from walstream.ledger.grants import approver_statements, eraser_statements, grant_statements, worker_statements
 
     from .plan import slot_scripts
 
@@ -324,6 +330,8 @@ def _print_script(settings: Settings, plan: Plan, wishes: Wishes) -> None:
         parts.append((f"What {wishes.worker!r} needs to append", worker_statements(settings, wishes.worker)))
     if wishes.approver is not None:
         parts.append((f"What {wishes.approver!r} needs to decide", approver_statements(settings, wishes.approver)))
+    if wishes.eraser is not None:
+        parts.append((f"What {wishes.eraser!r} needs to erase sessions", eraser_statements(settings, wishes.eraser)))
     if plan.birth:
         parts.append((_SLOT_NOTE, slot_scripts(settings, plan, from_now=wishes.from_now)))
     if console.json_wanted():

@@ -124,7 +124,8 @@ def _as_ours(settings: Settings, session: str) -> Iterator[None]:
         function = f"{quote(settings.namespace)}.erase_session, {quote(settings.namespace)}.erasure_preview"
         raise ConfigError(
             f"this login may not erase sessions: {str(error).splitlines()[0]}",
-            hint=f"run it as the owner of walstream's tables, or GRANT EXECUTE ON FUNCTION {function} TO the login",
+            hint="run it as the owner of walstream's tables, or let this login do it: `walstream init --eraser LOGIN`"
+            f" (GRANT EXECUTE ON FUNCTION {function}, and what is read besides)",
         ) from error
     except psycopg2.Error as error:
         if error.pgcode != _REFUSED:

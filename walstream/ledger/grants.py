@@ -1,5 +1,5 @@
-"""What a login needs to run walstream, to append as an agent's worker, or to decide approvals, and no more: the
-statements, for set-up and for docs/operations.md.
+"""What a login needs to run walstream, to append as an agent's worker, to decide approvals, or to erase sessions, and
+no more: the statements, for set-up and for docs/operations.md.
 
 None of it makes the login an owner: it cannot change the schema, the publication or the ledger's rows. A worker cannot
 even insert: it appends through functions that do it with their owner's rights. Whether a login may replicate is an
@@ -75,6 +75,15 @@ WORKER_FUNCTIONS: Final = (
 # Who decides looks at requests and what they are about. Not a worker: no agent may approve what it asked itself.
 APPROVER_TABLES: Final = ("migrations", "approvals")
 APPROVER_FUNCTIONS: Final = ("decide_approval", "wake_workers")
+
+# Who erases sees which sessions there are and what would be touched, and reads no payload.
+ERASER_TABLES: Final[dict[str, str]] = {
+    "migrations": "SELECT",
+    "erasures": "SELECT",
+    "forks": "SELECT",
+    "projectors": "SELECT (name)",
+}
+ERASER_FUNCTIONS: Final = ("erasure_preview", "erase_session")
 
 
 def run_privileges(settings: Settings, version: int = RECOVERIES_VERSION) -> dict[str, str]:
@@ -154,6 +163,17 @@ def approver_statements(settings: Settings, role: str) -> list[str]:
         *_usage(settings, grantee),
         *(f"GRANT SELECT ON {table} TO {grantee};" for table in tables),
         *_functions(settings, APPROVER_FUNCTIONS, grantee),
+    ]
+
+
+def eraser_statements(settings: Settings, role: str) -> list[str]:
+    """The statements that let ``role`` erase sessions, by declaration, and change nothing else. Idempotent."""
+    namespace, ledger, grantee = quote(settings.namespace), settings.ledger, quote(role)
+    return [
+        *_usage(settings, grantee),
+        *(f"GRANT {privilege} ON {namespace}.{table} TO {grantee};" for table, privilege in ERASER_TABLES.items()),
+        f"GRANT SELECT ({quote(ledger.columns.session_id)}) ON {ledger.qualified} TO {grantee};",
+        *_functions(settings, ERASER_FUNCTIONS, grantee),
     ]
 
 
