@@ -259,7 +259,7 @@ _EMPTY = """
     END $$"""
 
 
-def eventually(condition: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
+def eventually(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:
     """Poll until ``condition`` is true; fail after ``timeout`` seconds."""
     until = time.monotonic() + timeout
     while True:

@@ -87,21 +87,21 @@ class Consumer:
         """SIGKILL, and wait until it is gone."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(60)
 
-    def terminate(self, timeout: float = 30) -> int:
+    def terminate(self, timeout: float = 60) -> int:
         """SIGTERM; return the exit code."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(timeout)
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = 60) -> int:
         """Until it ends by itself; its exit code."""
         assert self._process is not None
         return self._process.wait(timeout)
 
 
-def eventually(condition: object, timeout: float = 30, *, pause: float = 0.05, what: str = "it") -> None:
+def eventually(condition: object, timeout: float = 60, *, pause: float = 0.05, what: str = "it") -> None:
     """Poll a callable until it is true, with ``pause`` seconds between two looks."""
     assert callable(condition)
     deadline = time.monotonic() + timeout

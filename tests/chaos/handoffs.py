@@ -130,7 +130,7 @@ class Forks:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(30)
+        self._process.wait(60)
 
 
 class Workers:
@@ -177,7 +177,7 @@ class Workers:
     def status(self, job: int) -> str:
         return self.jobs.get(job, on=self.on).status
 
-    def ends(self, job: int, status: str = "COMPLETED", timeout: float = 20) -> None:
+    def ends(self, job: int, status: str = "COMPLETED", timeout: float = 60) -> None:
         eventually(lambda: self.status(job) == status, f"job {job} is {status}", timeout)
 
     def unfinished(self) -> int:

@@ -42,7 +42,7 @@ class Link:
         """The end of it, whatever became of it."""
         self.cut()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
 
     def half_open(self, side: Side) -> None:
         """Carry nothing any more. Only ``side`` is told; with ``both``, nobody is."""
@@ -94,7 +94,7 @@ class Network:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _close(self._listener)
-        self._thread.join(5)
+        self._thread.join(60)
         self.mend()
         for link in self._take() + self._lost:
             link.close()

@@ -123,7 +123,7 @@ def test_a_moved_slot_is_remembered_until_the_whole_ledger_was_compared(
         with stream.host(recorder):
             eventually(lambda: (database.execute(confirmed)[0][0] or 0) > moved_to, "the position goes on")
     with stream.host(recorder):
-        stream.wait_ordered(timeout=15)
+        stream.wait_ordered()
 
 
 def test_two_slow_starts_do_not_take_turns_for_ever(database: Database) -> None:
@@ -141,7 +141,7 @@ def test_two_slow_starts_do_not_take_turns_for_ever(database: Database) -> None:
         for host in hosts:
             host.start()
         stream.insert("one")
-        eventually(lambda: any(recorder.got for recorder in recorders), "the event", timeout=15)
+        eventually(lambda: any(recorder.got for recorder in recorders), "the event")
         assert database.execute("SELECT generation FROM walstream.generation") == [(2,)], "init's, and one take-over"
     finally:
         for host in hosts:
@@ -269,7 +269,7 @@ def test_a_seq_of_somebody_s_choice_proves_nothing_about_those_below(
     stream.insert("seen")
     with stream.host(recorder):
         eventually(lambda: "seen" in recorder.types, "the row that the slot delivers")
-        eventually(lambda: "missed" in recorder.types, "the row that it does not", timeout=15)
+        eventually(lambda: "missed" in recorder.types, "the row that it does not")
 
 
 def test_a_flood_of_violations_is_held_back_like_rows_and_written_many_at_once(world: World) -> None:
@@ -370,7 +370,7 @@ def test_a_batch_may_take_its_deadline_whatever_the_database_allows_a_transactio
     world.execute(f"ALTER DATABASE {world.database.name} SET transaction_timeout = '500ms'")
     world.start(Slow("p"))
     world.add("a")
-    eventually(lambda: world.reached("p", 1), "it is done", timeout=10)
+    eventually(lambda: world.reached("p", 1), "it is done")
 
 
 def test_generated_columns_are_not_streamed_for_they_are_not_read_cold(database: Database) -> None:

@@ -77,7 +77,7 @@ class Agents:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(30)
+        self._process.wait(60)
 
     def check(self) -> None:
         """Nothing missing, nothing doubled, no call lost, every attempt an event."""

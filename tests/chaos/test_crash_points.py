@@ -64,7 +64,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
-        self._thread.join(30)
+        self._thread.join(60)
 
     def _write(self) -> None:
         sessions = [str(uuid.UUID(int=0x7000 + n)) for n in range(6)]

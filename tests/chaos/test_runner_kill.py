@@ -41,7 +41,7 @@ def process(world: World, file: Path) -> Iterator[subprocess.Popen[str]]:
         yield made
     finally:
         made.kill()
-        made.wait(10)
+        made.wait(60)
         assert made.stdout is not None
         made.stdout.close()
 

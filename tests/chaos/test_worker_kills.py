@@ -90,7 +90,7 @@ def test_killed_while_its_claim_is_on_the_way(workers: Workers) -> None:
         eventually(lambda: _waiting(workers, "take_job"), "the claim waits")
         workers.kill(pid)
     eventually(lambda: workers.jobs.get(job, on=workers.on).fencing_token == 1, "the claim went through")
-    workers.start()
+    workers.start(lease_seconds=600.0)
     workers.ends(job)
     assert workers.jobs.get(job, on=workers.on).fencing_token == 2
     workers.check()
@@ -123,7 +123,7 @@ def test_connections_cut_before_the_server_hears_and_before_the_worker_hears(wor
     parameters = parse_dsn(database.server.dsn(database.name, tcp=True))
     turns = Turns(workers.folder)
     with CuttingProxy(int(parameters["port"])) as proxy:
-        worker = Worker(make_dsn(**{**parameters, "port": proxy.port}), **workers.options(lease_seconds=30.0))
+        worker = Worker(make_dsn(**{**parameters, "port": proxy.port}), **workers.options(lease_seconds=600.0))
         worker.handle(turns)
         with worker:
             for number, (words, heard) in enumerate(itertools.product(_STATEMENTS.values(), (False, True)), start=1):
@@ -142,7 +142,9 @@ def test_the_server_ends_every_connection_again_and_again(workers: Workers) -> N
     pid = workers.start(concurrency=4)
     jobs = [workers.hand_off(sleep=0.02) for _ in range(40)]
     ended = 0
-    while workers.unfinished():
+    while workers.unfinished() or ended < 10:
+        if not workers.unfinished():
+            jobs.append(workers.hand_off(sleep=0.02))
         ended += workers.database.execute(
             "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = current_database()"
             " AND application_name LIKE 'walstream:%%'"
@@ -151,7 +153,7 @@ def test_the_server_ends_every_connection_again_and_again(workers: Workers) -> N
     assert ended >= 10
     assert workers.kill(pid, signal.SIGTERM)["code"] == 0
     workers.check()
-    assert len(jobs) == 40
+    assert len(jobs) >= 40
 
 
 # -- a worker that was asleep ----------------------------------------------------------------------------------------
@@ -205,13 +207,13 @@ def test_asleep_and_nobody_else_there(workers: Workers) -> None:
 # -- leases ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_of_six_leases_keeps_its_job_although_its_renewals_are_cut(workers: Workers) -> None:
-    job = workers.hand_off(sleep=3.0)
-    pid = workers.start()
+def test_a_turn_of_four_leases_keeps_its_job_although_its_renewals_are_cut(workers: Workers) -> None:
+    job = workers.hand_off(sleep=6.0)
+    pid = workers.start(lease_seconds=1.5)
     eventually(workers.begun, "it has begun")
     workers.start(concurrency=2)  # somebody waits for it
     for _ in range(4):
-        time.sleep(0.5)
+        time.sleep(1.0)
         workers.database.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
             " AND application_name = 'walstream:walstream:leases'"
@@ -268,19 +270,17 @@ def test_the_server_crashes_many_times(forks: Forks, own_server: Callable[..., P
 # -- stopping --------------------------------------------------------------------------------------------------------
 
 
-def test_told_to_stop_turns_end_and_what_takes_too_long_is_another_s_within_a_second(workers: Workers) -> None:
+def test_told_to_stop_turns_end_and_what_takes_too_long_is_another_s_at_once(workers: Workers) -> None:
     long, short = workers.hand_off(hold=True), workers.hand_off(sleep=0.4)
-    leaving = workers.start(concurrency=2, drain_seconds=1.0, lease_seconds=60.0)
+    leaving = workers.start(concurrency=2, drain_seconds=1.0, lease_seconds=600.0)
     workers.held(long)
     eventually(lambda: len(workers.begun()) == 2, "both have begun")
     os.kill(leaving, signal.SIGTERM)
-    workers.start(poll_seconds=60.0)  # it has to be told
+    workers.start(poll_seconds=600.0)  # it has to be told
     workers.ends(short)
     assert workers.jobs.get(short, on=workers.on).fencing_token == 1
     eventually(lambda: "are given back" in workers.log(leaving), "it gives back")
-    given = time.monotonic()
-    workers.ends(long)
-    assert time.monotonic() - given < 1.5
+    workers.ends(long)  # neither a poll nor a lease ends in ten minutes
     job = workers.jobs.get(long, on=workers.on)
     assert (job.fencing_token, job.attempts) == (2, 1), "the first attempt is not counted"
     workers.go(long)
@@ -334,7 +334,7 @@ class Decider:
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -390,7 +390,7 @@ def test_three_days_of_waiting_hold_nothing_and_many_deciders_are_one(workers: W
         "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'walstream:%%'"
         " AND datname = current_database()"
     ) == [(0,)]
-    workers.start(poll_seconds=60.0)
+    workers.start(poll_seconds=600.0)
     time.sleep(0.3)
     assert workers.status(behind) == "SUBMITTED", "the session's next job waits for the person too"
     ((request,),) = workers.database.execute("SELECT request_seq FROM walstream.approvals")
@@ -409,7 +409,7 @@ def test_three_days_of_waiting_hold_nothing_and_many_deciders_are_one(workers: W
     for each in deciders:
         each.start()
     for each in deciders:
-        each.join(10)
+        each.join(60)
     workers.jobs.wake(AGENT, on=workers.on)
     workers.ends(job)
     workers.ends(behind)

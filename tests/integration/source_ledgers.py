@@ -116,7 +116,7 @@ class Reading:
         self.stream.feedback()
         self.stream.wait(wait)
 
-    def until(self, done: Callable[[], bool], timeout: float = 20.0) -> None:
+    def until(self, done: Callable[[], bool], timeout: float = 60) -> None:
         end = time.monotonic() + timeout
         while not done():
             assert time.monotonic() < end, (

@@ -109,13 +109,13 @@ class Installed:
         )
         return int(rows[0][0])
 
-    def wait_ordered(self, timeout: float = 30) -> list[int]:
+    def wait_ordered(self, timeout: float = 60) -> list[int]:
         """Until every row has an offset; the seqs by offset."""
         eventually(lambda: sorted(self.ordered()) == self.ledger(), "every row has an offset", timeout)
         return self.ordered()
 
 
-def eventually(condition: Callable[[], object], what: str, timeout: float = 30) -> None:
+def eventually(condition: Callable[[], object], what: str, timeout: float = 60) -> None:
     """Poll until ``condition`` is true."""
     deadline = time.monotonic() + timeout
     while not condition():

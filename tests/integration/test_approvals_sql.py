@@ -188,7 +188,7 @@ def test_the_second_waits_for_the_first_and_is_refused_or_takes_its_place(approv
         thread.join(0.3)
         assert thread.is_alive()
         first.commit() if commits else first.rollback()
-        thread.join(30)
+        thread.join(60)
         assert outcome == [UNDECIDABLE if commits else "decided"]
         assert approvals.approval(request)["decided_by"] == ("first" if commits else "second")
 

@@ -148,7 +148,7 @@ def test_killed_in_the_middle_it_has_done_nothing(world: World) -> None:
         ((backend,),) = eventually(lambda: world.execute(working.replace("%", "%%")), what="it erases")
         time.sleep(0.3)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         world.execute("SELECT pg_terminate_backend(%s)", backend)  # it would notice by itself, at its end
         eventually(lambda: not world.execute(working.replace("%", "%%")), what="its backend is gone")
         assert (payloads(world), world.execute("SELECT count(*) FROM walstream.messages")) == before

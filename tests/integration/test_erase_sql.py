@@ -270,7 +270,7 @@ def test_an_append_at_the_same_time_is_before_it_or_after_it(ledger: Ledger, fir
     thread.start()
     assert not done.wait(0.4)
     one.commit()
-    thread.join(10)
+    thread.join(60)
     assert holding(ledger) == []
     payloads = [row[4] for row in ledger.rows()]
     assert len(payloads) == 2

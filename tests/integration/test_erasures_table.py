@@ -62,5 +62,5 @@ def test_ids_are_committed_in_their_order(ledger: Database) -> None:
     assert not done.wait(0.5)
     assert ledger.execute("SELECT id FROM walstream.erasures") == []
     first.commit()
-    thread.join(10)
+    thread.join(60)
     assert ledger.execute("SELECT id, first_seq FROM walstream.erasures ORDER BY id") == [(1, 1), (2, 2)]

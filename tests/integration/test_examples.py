@@ -72,7 +72,7 @@ class Program:
         finally:
             self._process.kill()
             for thread in self._threads:
-                thread.join(5)
+                thread.join(60)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

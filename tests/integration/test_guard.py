@@ -200,7 +200,7 @@ def test_a_slot_that_is_stuck_in_its_creation(database: Database) -> None:
         assert (found["behind_bytes"], found["retained_bytes"] is None) == (None, False)
     finally:
         writer.rollback()
-        creating.join(30)
+        creating.join(60)
     assert "half_made" not in causes(guard(database.dsn, name))
 
 
@@ -528,7 +528,7 @@ def test_the_command_watches_until_it_is_told_to_stop(watching: subprocess.Popen
     for _ in range(3):
         assert json.loads(watching.stdout.readline())["state"] == "lost"
     watching.send_signal(signal.SIGTERM)
-    _, errors = watching.communicate(timeout=20)
+    _, errors = watching.communicate(timeout=60)
     assert watching.returncode == 0, errors
     (line,) = errors.splitlines()
     record = json.loads(line)

@@ -236,7 +236,7 @@ def router_process(world: World) -> Iterator[subprocess.Popen[str]]:
         yield made
     finally:
         made.kill()
-        made.wait(10)
+        made.wait(60)
         assert made.stdout is not None
         made.stdout.close()
 
@@ -251,7 +251,7 @@ def test_kill_9_between_job_and_cursor_neither_loses_nor_doubles_a_handoff(world
             last = world.add_many(rng.randrange(50, 200), event_type="handoff.emitted", transaction=5)
             time.sleep(rng.uniform(0, 0.1))
             running.send_signal(signal.SIGKILL)
-            running.wait(10)
+            running.wait(60)
     with router_process(world):
         eventually(lambda: world.reached("handoff-router", last), timeout=60)
     assert world.execute("SELECT count(*), count(DISTINCT event_seq) FROM agent_jobs") == [(last, last)]
@@ -599,7 +599,7 @@ def test_a_letter_that_two_routers_write_at_once_stands_once(world: World) -> No
     other.start()
     time.sleep(0.2)
     drivers[0].connection.commit()
-    other.join(10)
+    other.join(60)
     assert [row[0] for row in world.execute(LETTERS)] == [seq]
 
 

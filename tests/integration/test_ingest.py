@@ -86,7 +86,7 @@ def test_a_transaction_that_is_not_visible_is_not_delivered(own_server: Callable
         assert host.ingest.state.state == "streaming"
         server.execute("ALTER SYSTEM RESET synchronous_standby_names")
         server.reload()
-        writer.join(20)
+        writer.join(60)
         eventually(lambda: recorder.types == ["before", "held", "behind"], "the rest, in commit order")
 
 

@@ -231,7 +231,7 @@ def test_ctrl_c_leaves_no_slot_behind(database: Database, slot: str) -> None:
     with init_process(database, slot) as process:
         wait_until(lambda: walsender_waits(database), "the creation of the slot waits for the open transaction")
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     wait_until(lambda: slots_named(database, slot) == 0, "the half-made slot is gone")

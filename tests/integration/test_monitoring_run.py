@@ -111,15 +111,15 @@ class Process:
 
     def stop(self) -> int:
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(30)
-        self._reader.join(5)
+        self._process.wait(60)
+        self._reader.join(60)
         return self._process.returncode
 
     def close(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self._reader.join(5)
+        self._reader.join(60)
         if self._process.stderr is not None:
             self._process.stderr.close()
 

@@ -167,7 +167,7 @@ def test_two_at_once_are_one_after_the_other(order: OrderBench) -> None:
                 (encode_body(merged),),
             )
         first.commit()
-        blocked.result(20)
+        blocked.result(60)
     assert shape(order) == [*((n, 1) for n in range(1, 20)), (20, 10), *((n, 1) for n in range(30, 40))]
     assert worker.run() == 1
     assert shape(order) == [(1, 38), (39, 1)]

@@ -107,7 +107,7 @@ def test_an_append_waits_for_a_take_over_and_then_fails(order: OrderBench, isola
         until(lambda: waits_for_lock(order, connection), "the append waits for the take-over")
         heir.commit()
         with pytest.raises(Fenced):
-            late.result(20)
+            late.result(60)
     assert rows_of(order) == [(1, 1)]
 
 
@@ -137,8 +137,8 @@ def test_a_take_over_waits_for_an_append_and_sees_it(order: OrderBench) -> None:
         tail = pool.submit(take_over)
         until(lambda: waits_for_lock(order, heir), "the take-over waits for the append")
         blocker.rollback()
-        append.result(20)
-        assert tail.result(20).next_offset == 2
+        append.result(60)
+        assert tail.result(60).next_offset == 2
 
 
 def test_a_zombie_after_compaction_is_refused(order: OrderBench) -> None:
@@ -268,13 +268,13 @@ def test_a_standby_that_is_away_blocks_no_append(own_server: Callable[..., Postg
         )
         with ThreadPoolExecutor(1) as pool:
             for seq, durable in ((1, False), (2, True)):
-                pool.submit(order.order, writer, [seq], durable=durable).result(20)
+                pool.submit(order.order, writer, [seq], durable=durable).result(60)
         assert waiting.is_alive()
         notifier.close()
 
         order.execute("ALTER SYSTEM RESET synchronous_standby_names")
         order.execute("SELECT pg_reload_conf()")
-        waiting.join(20)
+        waiting.join(60)
         assert not waiting.is_alive()
         victim.close()
         assert writer.snapshot().shows_finished(xid)

@@ -288,7 +288,7 @@ def test_a_sweep_lets_the_living_be(own_server: OwnServer) -> None:
 
 def test_a_kept_one_outlives_its_owner_and_every_sweep(place: Path) -> None:
     with owner("keep") as (process, pid, data, dsn):
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
         sweep(place)
         assert alive(pid)
         assert execute(dsn, "SELECT 1") == [(1,)]

@@ -107,12 +107,12 @@ def test_who_submits_while_the_job_is_pruned_waits_and_makes_no_other(jobs: Jobs
         target=lambda: answers.extend(jobs.call("submit_job", A, "a", event_seq=10, on=jobs.connect()))
     )
     submits.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not jobs.sql("SELECT FROM pg_locks WHERE NOT granted"):
         assert time.monotonic() < deadline, "it did not wait"
         time.sleep(0.01)
     getattr(pruning, ends)()
-    submits.join(10)
+    submits.join(60)
     assert answers == [{"job_id": job, "created": False}]
     assert rows(jobs, STANDING) == ([] if ends == "commit" else [(job,)])
 

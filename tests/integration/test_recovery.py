@@ -641,7 +641,7 @@ class Recoverers:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(30)
+        self._process.wait(60)
 
 
 @pytest.fixture

@@ -173,5 +173,5 @@ def test_an_error_at_the_same_time_is_scrubbed_or_not_told(world: World, cur: Cu
     second.join(0.3)
     assert second.is_alive()  # it waits for the one that was first
     finish()
-    second.join(10)
+    second.join(60)
     assert world.execute(SHOWN)[0][0] == ERASED_ERROR

@@ -48,7 +48,7 @@ def test_a_projector_that_hangs_in_python_in_mid_transaction(world: World) -> No
     last = world.add_many(10)
     healthy = FaultyProjector("healthy")
     group = world.start(Hanging("hanging", deadline=0.7, retry_first=0.01), healthy)
-    assert stuck.wait(10)
+    assert stuck.wait(60)
     assert open_transactions(world) == 1
     eventually(lambda: open_transactions(world) == 0)  # what it pinned is free, although it hangs still
     eventually(lambda: world.state("hanging") == "hung")
@@ -117,7 +117,7 @@ def test_a_stop_ends_the_transaction_of_what_hangs(world: World) -> None:
     stuck, release = threading.Event(), threading.Event()
     world.add("x")
     group = world.start(Hanging("p", deadline=300.0))
-    assert stuck.wait(10)
+    assert stuck.wait(60)
     assert not group.stop(0.2)
     eventually(lambda: open_transactions(world) == 0)  # the signal is sent; the server process ends a moment later
     release.set()

@@ -33,7 +33,7 @@ def test_an_exit_from_a_projector_ends_the_process_and_acknowledges_nothing(
 ) -> None:
     last = world.add_many(3)
     group = world.start(Effect("p", lambda e, _t: raised if e.offset == 2 else None), FaultyProjector("other"))
-    assert group.wait(10)
+    assert group.wait(60)
     assert group.error is not None
     assert group.error.exit_code == code
     assert group.stop(5)
@@ -122,12 +122,12 @@ def test_an_exit_is_not_held_up_by_another_lane(world: World) -> None:
     def work(event: Event) -> None:
         if event.event_type == "exit":
             raise SystemExit(0)
-        release.wait(30)
+        release.wait(60)
 
     by_lane = {lane_of(session.encode(), 2): session for session in SESSIONS}
     world.add("slow", session=by_lane[0])
     world.add("exit", session=by_lane[1])
     group = world.start(FunctionProjector(work, lanes=2))
-    assert group.wait(10)
+    assert group.wait(60)
     release.set()
     assert group.stop(5)

@@ -146,7 +146,7 @@ def load(world: World) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
         other.connection.close()
 
 
@@ -260,7 +260,7 @@ def test_a_second_rebuild_is_refused(world: World) -> None:
         def project(self, events: Sequence[Event], ctx: Context) -> None:
             if ctx.rebuilding:
                 started.set()
-                release.wait(30)
+                release.wait(60)
             super().project(events, ctx)
 
     started, release = threading.Event(), threading.Event()
@@ -270,11 +270,11 @@ def test_a_second_rebuild_is_refused(world: World) -> None:
     outcomes: list[Outcome] = []
     first = threading.Thread(target=lambda: outcomes.append(rebuild(world, Slow())))
     first.start()
-    assert started.wait(10)
+    assert started.wait(60)
     with pytest.raises(ConfigError, match="another rebuild"):
         rebuild(world, Totals())
     release.set()
-    first.join(20)
+    first.join(60)
     assert outcomes[0].swapped
 
 

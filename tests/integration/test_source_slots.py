@@ -55,18 +55,16 @@ def test_open_transactions_are_named_waited_for_and_nothing_is_left(database: Da
     prepared.cursor().execute("INSERT INTO agent_events (event_type) VALUES ('open')")
     prepared.tpc_prepare()
     reports: list[Sequence[Blocker]] = []
-    began = time.monotonic()
     making = slots.create(
-        ledger.settings.dsn, ledger.settings.slot, timeout=1.5, attempt_timeout=0.3, on_wait=reports.append
+        ledger.settings.dsn, ledger.settings.slot, timeout=3, attempt_timeout=0.3, on_wait=reports.append
     )
     try:
         with pytest.raises(Unavailable) as caught, making:
             pass
-        assert time.monotonic() - began < 15
         assert "'a long import' in database postgres" in str(caught.value)
         assert "prepared transaction \"a gid of 'ours'\"" in str(caught.value)
         assert f"pg_terminate_backend({other.info.backend_pid})" in caught.value.hint
-        assert len(reports) >= 2
+        assert 2 <= len(reports) <= 3 / 0.3 + 1
         assert gone(ledger)
         remedies = {blocker.gid: blocker.remedy for blocker in reports[-1]}
         assert "ROLLBACK PREPARED 'a gid of ''ours'''" in remedies["a gid of 'ours'"]
@@ -162,7 +160,7 @@ def test_only_our_own_slots_are_dropped(ledger: Ledger, database: Database) -> N
         assert found.active
         assert found.holder is not None
         assert found.holder.pid == reading.stream.backend_pid
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         try:
             assert slots.drop(conn, ledger.settings.slot)

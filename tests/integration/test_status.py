@@ -156,7 +156,7 @@ def test_watch_for_a_person_follows_changes_until_ctrl_c(ledger: Database) -> No
             if "head at offset 1" in line:
                 break
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == ""
 
 

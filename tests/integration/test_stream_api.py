@@ -68,14 +68,14 @@ def test_inside_an_application(ledger: Ledger) -> None:
     async def application() -> None:
         async with stream:
             seq = await asyncio.to_thread(ledger.insert)
-            assert await stream.await_for("note", seq, timeout=20)
+            assert await stream.await_for("note", seq, timeout=60)
             assert seen == [seq]
             async with stream.subscribe(after=0) as events:
                 async for event in events:
                     assert event.seq == seq
                     break
             other = await asyncio.to_thread(ledger.insert, "y")
-            assert await stream.await_for("note", other, timeout=20)  # passed over is done, too
+            assert await stream.await_for("note", other, timeout=60)  # passed over is done, too
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stream.wait(), 0.5)
 
@@ -130,10 +130,10 @@ def test_waiting_and_subscribing_from_another_thread_of_the_program(ledger: Ledg
             await asyncio.to_thread(work)
 
     def work() -> None:
-        assert stream.wait_for("bad", ledger.insert(), timeout=20)
+        assert stream.wait_for("bad", ledger.insert(), timeout=60)
         parked = ledger.insert("bad")
         with pytest.raises(EventParked):
-            stream.wait_for("bad", parked, timeout=20)
+            stream.wait_for("bad", parked, timeout=60)
         with stream.subscribe("bad") as events:
             assert next(events).seq == parked
         assert [event.seq for event in subscribe(dsn=ledger.database.dsn, slot=ledger.slot, follow=False)] == [1, 2]
@@ -188,7 +188,7 @@ def test_a_signal_ends_it_cleanly(ledger: Ledger, tmp_path: Path, number: signal
         assert running.stdout is not None
         assert running.stdout.readline() == "got 1\n"
         running.send_signal(number)
-        assert running.wait(20) == 0
+        assert running.wait(60) == 0
     assert ledger.database.execute("SELECT position FROM walstream.cursors") == [(1,)]
     assert ledger.database.execute("SELECT state FROM walstream.projectors") == [("stopped",)]
 
@@ -199,15 +199,15 @@ def test_a_halted_projector_is_exit_code_7_in_the_end(ledger: Ledger, tmp_path: 
         eventually(lambda: ledger.database.execute("SELECT 1 FROM walstream.projectors WHERE state = 'halted'"))
         assert running.poll() is None  # ingest goes on
         running.send_signal(signal.SIGTERM)
-        assert running.wait(20) == 7
+        assert running.wait(60) == 7
     # Without ingest there is nothing left to do once all have halted.
     with program(ledger, tmp_path, condition="True", raised="ValueError(event.seq)", ingest="False") as running:
-        assert running.wait(30) == 7
+        assert running.wait(60) == 7
     assert ledger.database.execute("SELECT state FROM walstream.projectors") == [("halted",)]
 
 
 def test_a_projector_can_end_the_process(ledger: Ledger, tmp_path: Path) -> None:
     ledger.insert()
     with program(ledger, tmp_path, condition="True", raised="SystemExit(0)") as running:
-        assert running.wait(30) == 0
+        assert running.wait(60) == 0
     assert ledger.database.execute("SELECT position FROM walstream.cursors") == [(0,)]

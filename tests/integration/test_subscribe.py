@@ -48,7 +48,7 @@ class Listening:
 
     def close(self) -> None:
         self.subscription.close()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 
@@ -104,12 +104,12 @@ def test_the_position_before_the_first_read_is_where_it_was_to_begin(world: Worl
 
 def test_it_follows_and_is_woken(world: World) -> None:
     world.add_many(3)
-    listening = Listening(subscribe(dsn=world.settings.dsn, after="latest", poll_seconds=60.0))
+    listening = Listening(subscribe(dsn=world.settings.dsn, after="latest", poll_seconds=600.0))
     eventually(lambda: listening.subscription._listener.listening and listening.subscription.position == 3)
     for _ in range(3):
         seen = len(listening.offsets)
         world.add("x")
-        eventually(lambda seen=seen: len(listening.offsets) > seen, timeout=10)  # type: ignore[misc]
+        eventually(lambda seen=seen: len(listening.offsets) > seen, timeout=60)  # type: ignore[misc]
     assert listening.offsets == [4, 5, 6]
     listening.close()
     assert listening.error is None

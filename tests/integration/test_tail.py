@@ -189,7 +189,7 @@ def test_a_signal_ends_it_and_nothing_is_left(ledger: Database, number: signal.S
         assert process.stdout is not None
         assert b"seen" in process.stdout.readline()
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(60) == 128 + number
         assert b"Traceback" not in process.communicate()[1]
     finally:
         process.kill()
@@ -206,7 +206,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(ledger: Database, quiet: bool) 
         process.stdout.close()
         if not quiet:
             insert(ledger)
-        assert process.wait(20) == 141
+        assert process.wait(60) == 141
         assert process.stderr is not None
         with process.stderr:
             said = process.stderr.read().decode()
@@ -329,7 +329,7 @@ def test_what_is_ordered_later_follows_and_a_lost_connection_costs_nothing(order
         append_to_order(ordered, [insert(ordered, "six")])
         assert json.loads(process.stdout.readline())["event_type"] == "six"
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
     finally:
         process.kill()
         process.communicate()

@@ -68,7 +68,7 @@ class Shop:
 
     def worker(self, handler: Handler, *, agent: str = "researcher", start: bool = True, **options: Any) -> Worker:
         """A worker that runs until the end of the test."""
-        wanted = {"poll_seconds": 60.0, "drain_seconds": 5.0, "retry_first": 0.05, "retry_cap": 0.2, **options}
+        wanted = {"poll_seconds": 600.0, "drain_seconds": 5.0, "retry_first": 0.05, "retry_cap": 0.2, **options}
         made = Worker(self.database.dsn, agent=agent, **wanted)
         made.handle(handler)
         if start:
@@ -80,7 +80,7 @@ class Shop:
         return self.jobs.get(job, on=self.on).status
 
     def ends(self, job: int, status: str = "COMPLETED") -> None:
-        eventually(lambda: self.status(job) == status, f"job {job} is {status}", 20)
+        eventually(lambda: self.status(job) == status, f"job {job} is {status}")
 
     def events(self, job: int) -> list[tuple[str, str, Any]]:
         """(agent, type, payload) of the job's session."""
@@ -229,7 +229,7 @@ def test_a_job_that_was_canceled_in_mid_turn(shop: Shop, caplog: pytest.LogCaptu
         ledger.append("note", {})
         ledger.on_completion(lambda cur: cur.execute("INSERT INTO effects VALUES (1, 'x')"))
         begun.set()
-        go_on.wait(20)
+        go_on.wait(60)
         eventually(lambda: ledger.lost, "the renewal notices")
         try:
             ledger.append_now("note", {})
@@ -238,7 +238,7 @@ def test_a_job_that_was_canceled_in_mid_turn(shop: Shop, caplog: pytest.LogCaptu
 
     shop.worker(research, lease_seconds=1)
     job = shop.hand_off()
-    assert begun.wait(20)
+    assert begun.wait(60)
     shop.jobs.cancel(job, "not needed", on=shop.on)
     go_on.set()
     eventually(lambda: "no longer this worker's" in caplog.text, "it is logged")
@@ -261,9 +261,9 @@ def test_an_async_handler_is_cancelled_when_its_lease_is_lost(shop: Shop) -> Non
 
     shop.worker(research, lease_seconds=1)
     job = shop.hand_off()
-    assert begun.wait(20)
+    assert begun.wait(60)
     shop.jobs.cancel(job, on=shop.on)
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert shop.status(job) == "CANCELED"
 
 
@@ -299,7 +299,7 @@ def test_a_stop_lets_turns_end_and_gives_back_the_rest(shop: Shop) -> None:
     begun, outcome = threading.Barrier(3), []
 
     def research(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
-        begun.wait(20)
+        begun.wait(60)
         assert job.handoff is not None
         if job.handoff.payload["long"]:
             eventually(lambda: ledger.lost, "it is told")
@@ -313,7 +313,7 @@ def test_a_stop_lets_turns_end_and_gives_back_the_rest(shop: Shop) -> None:
     worker = shop.worker(research, drain_seconds=1.5, concurrency=2)
     short, long = shop.hand_off({"long": False}), shop.hand_off({"long": True})
     waiting = shop.hand_off({"long": False}, session=str(uuid.uuid4()))
-    begun.wait(20)
+    begun.wait(60)
     worker.stop()
     assert shop.status(short) == "COMPLETED"
     given_back = shop.jobs.get(long, on=shop.on)
@@ -330,9 +330,7 @@ def test_woken_by_a_notification_or_by_the_poll(shop: Shop) -> None:
     shop.worker(quick)
     shop.ends(shop.hand_off())  # its first look; from here on only notifications help
     time.sleep(0.3)
-    began = time.monotonic()
-    shop.ends(shop.hand_off())
-    assert time.monotonic() - began < 10, "a poll would have taken a minute"
+    shop.ends(shop.hand_off())  # long before the next poll
 
     shop.worker(quick, agent="other", poll_seconds=0.2)
     time.sleep(0.5)
@@ -348,7 +346,7 @@ def test_the_next_job_of_a_session_is_woken_whoever_s_it_is(shop: Shop, fails: b
     release = threading.Event()
 
     def first(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
-        release.wait(20)
+        release.wait(60)
         order.append("first")
         if fails:
             raise GiveUp("no")
@@ -364,7 +362,7 @@ def test_the_next_job_of_a_session_is_woken_whoever_s_it_is(shop: Shop, fails: b
     time.sleep(0.5)
     assert order == []
     release.set()
-    shop.ends(job)  # although both poll once a minute
+    shop.ends(job)  # although both poll every ten minutes
     assert order == ["first", "second"]
 
 
@@ -607,7 +605,7 @@ def test_a_copy_s_worker_does_not_do_the_original_s_jobs(shop: Shop) -> None:
 def test_a_worker_that_cannot_work_ends(shop: Shop) -> None:
     worker = shop.worker(lambda context, job, ledger: None, poll_seconds=0.1)
     shop.database.execute("DROP FUNCTION walstream.take_job")
-    assert worker.wait(20)
+    assert worker.wait(60)
     assert isinstance(worker.error, ConfigError)
     assert "walstream migrate" in worker.error.hint
 
@@ -671,7 +669,7 @@ def test_the_command(shop: Shop, tmp_path: Path) -> None:
         job = shop.hand_off({"seconds": 1.0})
         eventually(lambda: shop.types(job)[-1] == "note", "the turn has begun")
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
         assert process.returncode == 0, said
         assert shop.status(job) == "COMPLETED", "a turn that has begun may end"
     finally:
@@ -688,7 +686,7 @@ def test_from_the_event_to_the_next_agent(database: Database, caplog: pytest.Log
     stream = Installed(database)
     seen: list[Any] = []
     researcher, writer = (
-        Worker(database.dsn, agent=name, slot=stream.settings.slot, poll_seconds=60.0)
+        Worker(database.dsn, agent=name, slot=stream.settings.slot, poll_seconds=600.0)
         for name in ("researcher", "writer")
     )
 
@@ -709,10 +707,8 @@ def test_from_the_event_to_the_next_agent(database: Database, caplog: pytest.Log
             Ledger(stream.settings).append(
                 uuid.uuid4(), "planner", "handoff.emitted", {"to": "researcher", "message": "x"}, on=conn
             )
-        began = time.monotonic()
         done = "SELECT 1 FROM agent_events WHERE event_type = 'task.completed'"
-        eventually(lambda: database.execute(done), "both have worked")
-        assert time.monotonic() - began < 20, "nobody waited for a poll of a minute"
+        eventually(lambda: database.execute(done), "both have worked, and nobody waited for a poll of ten minutes")
     assert seen == [({"found": "x"}, 2, 2)]
     assert database.execute("SELECT status, count(*) FROM agent_jobs GROUP BY 1") == [("COMPLETED", 2)]
 

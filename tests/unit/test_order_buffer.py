@@ -157,16 +157,16 @@ def test_a_waiting_reader_is_woken(what: str) -> None:
             time.sleep(0.001)
         if what == "publish":
             buffer.publish(events(1, 1), 10)
-            assert offsets(waiting.result(10)) == [1]
+            assert offsets(waiting.result(60)) == [1]
         elif what == "reset":
             buffer.reset(1)
-            assert waiting.result(10) == ()
+            assert waiting.result(60) == ()
         elif what == "skip":
             buffer.skip(3)
-            assert waiting.result(10) is None
+            assert waiting.result(60) is None
         else:
             buffer.close()
-            assert waiting.result(10) is None
+            assert waiting.result(60) is None
 
 
 def test_readers_and_a_writer_at_once() -> None:

@@ -38,7 +38,7 @@ class Store:
         return Snapshot.parse(f"{self.visible_below}:{self.visible_below}:")
 
     def append(self, segment: Segment, durable: bool = False) -> None:
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.failure is not None:
             raise self.failure
         segment.check()  # as the writer does
@@ -119,7 +119,7 @@ def burst(*transactions: tuple[int, int, Sequence[int]]) -> Burst:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -128,7 +128,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def test_offsets_are_dense_and_in_commit_order(bench: Bench) -> None:
     bench.orderer.submit(burst((1, 100, [7, 8]), (2, 200, [3])))
     bench.orderer.submit(burst((3, 300, [9])))
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert bench.offsets() == [(1, 7), (2, 8), (3, 3), (4, 9)]
     assert bench.store.segments[0].first_offset == 1
     assert bench.store.segments[-1].last_lsn == 330
@@ -142,7 +142,7 @@ def test_nothing_is_shown_before_its_order_is_written(bench: Bench) -> None:
     assert bench.offsets() == []
     assert not bench.orderer.confirmable
     bench.store.gate.set()
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert bench.offsets() == [(1, 7)]
 
 
@@ -156,14 +156,14 @@ def test_a_transaction_that_is_not_visible_holds_back_itself_and_what_is_behind_
     assert [end for _, end in bench.orderer.confirmable] == [130]
     eventually(lambda: bench.heartbeats > 0)  # the lease is renewed while it waits
     bench.store.visible_below = 6
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert bench.offsets() == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_the_position_to_pass_is_taken_behind_the_order_row(bench: Bench) -> None:
     """Rule 3."""
     bench.orderer.submit(burst((1, 100, [7])))
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert list(bench.orderer.confirmable) == [(1_000_010, 130)]
     assert not bench.orderer.idle
 
@@ -173,9 +173,9 @@ def test_a_seq_that_has_an_offset_is_a_violation() -> None:
     bench = Bench(next_offset=5, max_seq=9, known=lambda seqs: set(seqs) & {2})
     try:
         bench.orderer.submit(burst((1, 100, [10, 2])))
-        assert bench.orderer.drain(5)
+        assert bench.orderer.drain(60)
         bench.orderer.submit(burst((2, 200, [10, 11, 11])))
-        assert bench.orderer.drain(5)
+        assert bench.orderer.drain(60)
         assert bench.offsets(4) == [(5, 10), (6, 11)]
         assert [(v.kind, v.seq, v.commit_lsn, v.ordinal) for v in bench.store.violations] == [
             ("duplicate-seq", 2, 100, -2),
@@ -199,7 +199,7 @@ def test_a_violation_waits_until_its_transaction_is_visible(bench: Bench) -> Non
     assert [end for _, end in bench.orderer.confirmable] == [130]
     assert not bench.orderer.idle
     bench.store.visible_below = 8
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert [each.kind for each in bench.store.violations] == ["update", "delete"]
     assert bench.offsets() == [(1, 1), (2, 3)]
     eventually(lambda: bench.orderer.confirmable[-1][1] == 330)
@@ -211,11 +211,11 @@ def test_what_the_catalogue_told_is_on_record_beside_what_waits(bench: Bench) ->
     bench.orderer.submit(burst((4, 100, [1])))
     noticed = Noticed([Violation("dropped", 900, 1, None, 0, "", origin="catalogue")], {}, [])
     bench.orderer.submit(noticed)
-    assert noticed.done.wait(5)
+    assert noticed.done.wait(60)
     assert [each.kind for each in bench.store.violations] == ["dropped"]
     assert bench.offsets() == []
     bench.store.visible_below = 5
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
 
 
 def test_a_piece_of_changes_alone_that_goes_on_moves_no_position(bench: Bench) -> None:
@@ -223,7 +223,7 @@ def test_a_piece_of_changes_alone_that_goes_on_moves_no_position(bench: Bench) -
     some.pieces.append((Commit(200, 1, 2, "l:1"), 0, 0, 0))
     some.violations = [Violation("update", 200, 1, 1, 2, "")]
     bench.orderer.submit(some)
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     (segment,) = bench.store.segments
     assert (segment.last_lsn, segment.partial_inserts) == (130, None)
     assert [end for _, end in bench.orderer.confirmable] == [130]
@@ -231,9 +231,9 @@ def test_a_piece_of_changes_alone_that_goes_on_moves_no_position(bench: Bench) -
 
 def test_a_transaction_of_violations_alone_writes_no_order_and_is_confirmed(bench: Bench) -> None:
     bench.orderer.submit(burst((1, 100, [1])))
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     bench.orderer.submit(burst((2, 200, [1])))
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert len(bench.store.segments) == 1
     eventually(lambda: bench.orderer.confirmable[-1][1] == 230)
 
@@ -244,13 +244,13 @@ def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
     commit = piece.pieces[-1][0]
     piece.pieces[-1] = (commit, 2, 0, 2)
     bench.orderer.submit(piece)
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     (segment,) = bench.store.segments
     assert (segment.last_lsn, segment.partial_inserts) == (100, 2)
     assert [end for _, end in bench.orderer.confirmable] == [80]
     end = Burst(pieces=[(commit, 0, 130, 2)])
     bench.orderer.submit(end)
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     eventually(lambda: [end for _, end in bench.orderer.confirmable] == [80, 130])
 
 
@@ -259,7 +259,7 @@ def test_positions_are_asked_for_now_and_then_and_nothing_is_idle_before(bench: 
     began = time.monotonic()
     for number in range(1, 201):
         bench.orderer.submit(burst((number, 100 * number, [number])))
-        assert bench.orderer.drain(5)
+        assert bench.orderer.drain(60)
         assert not bench.orderer.idle
     eventually(lambda: bench.orderer.confirmable[-1][1] == 200 * 100 + 30)
     assert len(bench.orderer.confirmable) <= (time.monotonic() - began) / 0.05 + 1
@@ -274,7 +274,7 @@ def test_recovered_rows_are_durable_first_and_only_those_without_an_offset(bench
     bench.orderer.submit(burst((1, 100, [1, 2])))
     found = Recovered([MissingRow(seq, 10, 1, 0) for seq in (2, 3, 4)], threading.Event())
     bench.orderer.submit(found)
-    assert found.done.wait(5)
+    assert found.done.wait(60)
     segment = bench.store.segments[-1]
     assert (segment.seqs, segment.recovered, bench.store.durable[-1]) == ([3, 4], True, True)
     assert segment.last_lsn == 130, "the stream's position is not the reconciler's to move"
@@ -295,7 +295,7 @@ def test_a_size_counts_extras_between_rows_that_were_stripped_of_them(bench: Ben
     made = Burst(rows=[row(1), (2, b"s", b"a", b"e", b"{}", None, extras), row(3)], stripped={0: 5 << 20, 2: 6 << 20})
     made.pieces.append((Commit(100, 1, 1, "l:1"), 3, 130, 3))
     bench.orderer.submit(made)
-    assert bench.orderer.drain(5)
+    assert bench.orderer.drain(60)
     assert list(bench.store.segments[0].sizes) == [23, 17, 23]
 
 
@@ -310,7 +310,7 @@ def test_a_backlog_larger_than_a_segment_is_ordered_in_several(bench: Bench, one
     else:
         bench.orderer.submit(burst(*((n, 100 * n, seqs[50 * (n - 1) : 50 * n]) for n in range(1, count // 50 + 2))))
     bench.store.visible_below = 1 << 31
-    assert bench.orderer.drain(20)
+    assert bench.orderer.drain(60)
     assert bench.orderer.error is None
     segments = bench.store.segments
     assert [seq for segment in segments for seq in segment.seqs] == list(seqs)

@@ -80,7 +80,7 @@ def test_an_application_can_give_up_while_the_stream_waits_for_the_server() -> N
 
     running = threading.Thread(target=program, daemon=True)
     running.start()
-    running.join(20)
+    running.join(60)
     assert not running.is_alive(), "the program waits for the server although nobody does"
     assert outcome
     with pytest.raises(ConfigError, match="not running"):
