@@ -272,7 +272,7 @@ def test_the_server_crashes_many_times(forks: Forks, own_server: Callable[..., P
 
 def test_told_to_stop_turns_end_and_what_takes_too_long_is_another_s_at_once(workers: Workers) -> None:
     long, short = workers.hand_off(hold=True), workers.hand_off(sleep=0.4)
-    leaving = workers.start(concurrency=2, drain_seconds=1.0, lease_seconds=600.0)
+    leaving = workers.start(concurrency=2, drain_seconds=3.0, lease_seconds=600.0)
     workers.held(long)
     eventually(lambda: len(workers.begun()) == 2, "both have begun")
     os.kill(leaving, signal.SIGTERM)

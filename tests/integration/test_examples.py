@@ -23,7 +23,7 @@ from tests.conftest import Database
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 SESSION = "00000000-0000-4000-8000-00000000000a"
-_PATIENCE = 30.0
+_PATIENCE = 60.0
 
 
 class Program:

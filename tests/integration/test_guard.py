@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg2
@@ -447,7 +449,11 @@ def test_the_watcher_says_what_changes_and_outlives_the_server(small: Small, cap
         assert sum(words in line for line in said) == 1, (words, said)
 
 
-def test_an_agent_in_a_loop_is_an_alarm(database: Database, stream: Installed) -> None:
+def test_an_agent_in_a_loop_is_an_alarm(database: Database, stream: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+    # A look each twentieth of a second, however long they take here: rates are what this is about.
+    clock = SimpleNamespace(monotonic=lambda: next(looks) * 0.05)
+    monkeypatch.setattr("walstream.guard.agent_rates.time", clock)
     one = Guard(stream.settings)
     connection = guard_connection(stream.settings)
     insert = (
@@ -457,11 +463,9 @@ def test_an_agent_in_a_loop_is_an_alarm(database: Database, stream: Installed) -
     for _ in range(9):
         database.execute(insert, "calm", 2)
         database.execute(insert, "busy", 40)
-        time.sleep(0.05)
         assert [storm for storm in one.round(connection).storms if storm.kind == "agent"] == []
     database.execute(insert, "calm", 2000)
     database.execute(insert, "busy", 40)
-    time.sleep(0.05)
     report = one.round(connection)
     (storm,) = [storm for storm in report.storms if storm.kind == "agent"]
     assert storm.name == "calm"

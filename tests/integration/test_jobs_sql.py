@@ -642,7 +642,7 @@ def test_claims_are_quick_beside_a_million_finished_jobs(jobs: Jobs) -> None:
     for number in range(200):
         jobs.submit(f"00000000-0000-4000-8001-{number:012}")
         jobs.complete(jobs.claimed())
-    assert time.monotonic() - began < 10  # a scan of the table would take minutes
+    assert time.monotonic() - began < 60  # a scan of the table would take minutes
 
 
 def _at_once(tasks: Sequence[Callable[[], None]]) -> None:

@@ -272,10 +272,10 @@ def test_a_lease_is_renewed_for_as_long_as_it_takes(shop: Shop) -> None:
 
     def research(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
         turns.append(job.fencing_token)
-        time.sleep(2.5)
+        time.sleep(3.5)
 
-    shop.worker(research, lease_seconds=0.8, poll_seconds=0.1)
-    shop.worker(research, lease_seconds=0.8, poll_seconds=0.1)
+    shop.worker(research, lease_seconds=1.5, poll_seconds=0.1)
+    shop.worker(research, lease_seconds=1.5, poll_seconds=0.1)
     job = shop.hand_off()
     shop.ends(job)
     assert turns == [1]
@@ -310,7 +310,7 @@ def test_a_stop_lets_turns_end_and_gives_back_the_rest(shop: Shop) -> None:
         else:
             time.sleep(0.3)
 
-    worker = shop.worker(research, drain_seconds=1.5, concurrency=2)
+    worker = shop.worker(research, drain_seconds=3.0, concurrency=2)
     short, long = shop.hand_off({"long": False}), shop.hand_off({"long": True})
     waiting = shop.hand_off({"long": False}, session=str(uuid.uuid4()))
     begun.wait(60)

@@ -443,9 +443,9 @@ def test_the_cost_of_an_event_does_not_grow_with_the_session() -> None:
         events = [FoldEvent.of(n, SESSION, "agent", *step) for n, step in enumerate(steps)]
         best = float("inf")
         for _ in range(3):
-            started = time.perf_counter()
+            started = time.thread_time()  # not of the clock on the wall: the machine may have other work
             BUILTIN.fold(events)
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best / turns
 
     assert seconds(8_000) < 6 * seconds(500)
