@@ -184,8 +184,12 @@ def test_asleep_in_the_middle_of_the_completion(workers: Workers) -> None:
     eventually(lambda: (workers.folder / f"stopped-{job}").exists(), "it has stopped in mid-transaction")
     workers.start()
     workers.ends(job)
-    os.kill(zombie, signal.SIGCONT)
-    eventually(lambda: f"job {job} " in workers.log(zombie), "it notices")
+
+    def notices() -> bool:
+        os.kill(zombie, signal.SIGCONT)  # again and again: it says that it stops, and then it does
+        return f"job {job} " in workers.log(zombie)
+
+    eventually(notices, "it notices")
     workers.check()
     assert workers.kill(zombie, signal.SIGTERM)["code"] == 0
 
