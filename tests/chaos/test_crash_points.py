@@ -43,7 +43,7 @@ POINTS = {
     "the audit sink, before it records": "walstream.audit.trail:AuditTrail.record:before:2",
     "the audit sink, between record and cursor": "walstream.audit.trail:AuditTrail.record:after:2",
 }
-QUICK = ("ingest, after its order row", "ingest, before it confirms", "a lane, between cursor and commit")
+QUICK = ("ingest, after its order row", "a lane, between cursor and commit")
 _APPEND = (
     "INSERT INTO agent_events (session_id, agent_id, event_type, payload) SELECT %s, 'a', 'e', '{}'"
     " FROM generate_series(1, %s)"

@@ -76,7 +76,7 @@ def idle(stream: Installed, seconds: float, *, checkpoint: bool) -> None:
 
 
 def test_an_idle_ledger_in_a_busy_database(stream: Installed) -> None:
-    idle(stream, 2.0, checkpoint=True)
+    idle(stream, 1.0, checkpoint=True)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def burdened(stream: Installed, seconds: float, *, checkpoint: bool) -> None:
 
 
 def test_a_dead_projector_and_one_hung_in_its_transaction(stream: Installed) -> None:
-    burdened(stream, 4.0, checkpoint=True)
+    burdened(stream, 2.0, checkpoint=True)
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def _kill_while_it_works(world: World, file: Path, kills: int) -> None:
 
 
 def test_kill_9_neither_loses_nor_doubles(world: World, tmp_path: Path) -> None:
-    _kill_while_it_works(world, tmp_path / "keys", 3)
+    _kill_while_it_works(world, tmp_path / "keys", 2)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_faults_that_are_over_soon_lose_nothing(folder: Path) -> None:
-    code, report, said = chaos(folder, "--minutes", "0.1", "--seed", "5", "--faults", "kill,walsender,cut,crash")
+    code, report, said = chaos(folder, "--minutes", "0.05", "--seed", "5", "--faults", "kill,walsender,cut,crash")
     assert code == 0, (report, said)
     assert report["clean"] is True
     assert report["events"] > 100

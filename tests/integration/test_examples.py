@@ -18,7 +18,7 @@ import pytest
 from psycopg2.extensions import parse_dsn
 from psycopg2.extras import Json
 
-from tests.cli_calls import call
+from tests.cli_calls import call, ok
 from tests.conftest import Database
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -89,14 +89,7 @@ class Program:
 @pytest.fixture
 def ledger(database: Database) -> Database:
     """A ledger that was set up the way the README says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "walstream", "init"],
-        env={**os.environ, "WALSTREAM_DSN": database.dsn, "WALSTREAM_SLOT": slot_of(database)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    ok("init", "--slot", slot_of(database), dsn=database.dsn)
     return database
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg2
@@ -161,11 +162,12 @@ def test_a_table_that_is_not_there_is_named(database: Database) -> None:
     assert left_behind(database) == []
 
 
-def test_an_open_transaction_in_the_way_is_named_and_nothing_is_left(ledger: Database) -> None:
+def test_an_open_transaction_in_the_way_is_named_and_nothing_is_left(ledger: Database, tmp_path: Path) -> None:
+    (tmp_path / "walstream.toml").write_text("connect_timeout = 2\n")
     blocker = ledger.connect(application_name="the blocker")
     with blocker.cursor() as cur:
         cur.execute("CREATE TABLE t ()")
-    called = call("tail", "--config", "/dev/stdin", dsn=ledger.dsn, answer="connect_timeout = 2\n")
+    called = call("tail", "--config", str(tmp_path / "walstream.toml"), dsn=ledger.dsn)
     assert called.exit_code == ExitCode.UNAVAILABLE, called
     assert "the blocker" in called.stderr
     assert left_behind(ledger) == []

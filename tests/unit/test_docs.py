@@ -6,6 +6,7 @@ Words go stale when nobody compares them with the code. Everything here is a com
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import re
@@ -123,6 +124,7 @@ def test_files_named_in_backticks_exist(page: Path) -> None:
 # -- tests that prove something ---------------------------------------------------------------------------
 
 
+@functools.cache
 def defined_in(file: Path) -> set[str]:
     """``test_x`` and ``TestY::test_z`` of a test file."""
     names = set()
