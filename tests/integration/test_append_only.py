@@ -11,9 +11,11 @@ from tests.cli_calls import call, ok
 from tests.conftest import Database
 from tests.integration.test_append_sql import ODD, A, B, Ledger, refused
 from walstream.config import Settings
+from walstream.event import ERASED_PAYLOAD
 from walstream.ledger import schema
 from walstream.ledger.append_only import standing, statement
 
+ERASED = ERASED_PAYLOAD.decode()
 HASHED = schema.partitioned_sql(Settings().ledger, "HASH", "session_id") + "".join(
     f"CREATE TABLE part_{n} PARTITION OF agent_events FOR VALUES WITH (MODULUS 2, REMAINDER {n});" for n in (0, 1)
 )
@@ -94,15 +96,16 @@ def test_a_declaration_is_for_its_rows_its_way_and_its_transaction(ledger: Ledge
         f"DELETE FROM {table} WHERE {seq} = 1",
         declared % "removed" + f"DELETE FROM {table} WHERE {seq} = 3",
         declared % "redacted" + f"DELETE FROM {table} WHERE {seq} = 1",
-        declared % "removed" + f"UPDATE {table} SET {payload} = '{{}}' WHERE {seq} = 1",
+        declared % "removed" + f"UPDATE {table} SET {payload} = '{ERASED}' WHERE {seq} = 1",
+        declared % "redacted" + f"UPDATE {table} SET {payload} = '{{}}' WHERE {seq} = 1",
     ):
         assert refused(on, lambda sql=sql: on.cursor().execute(sql)).pgcode == "WS007"  # type: ignore[misc]
     with on, on.cursor() as cur:
-        cur.execute(declared % "redacted" + f"UPDATE {table} SET {payload} = '{{}}', {agent} = 'x' WHERE {seq} = 1")
+        cur.execute(declared % "redacted" + f"UPDATE {table} SET {payload} = '{ERASED}', {agent} = 'x' WHERE {seq} = 1")
         cur.execute(declared.replace("(1, 2,", "(2, 2,") % "removed" + f"DELETE FROM {table} WHERE {seq} = 2")
         # Ranges that overlap: the one that begins later does not hide the other.
         cur.execute(declared.replace("(1, 2,", "(1, 9,") % "removed" + f"DELETE FROM {table} WHERE {seq} = 4")
-    assert [(row[0], row[2], row[4]) for row in ledger.rows()] == [(1, "agent", "{}"), (3, "agent", '{"n": 1}')]
+    assert [(row[0], row[2], row[4]) for row in ledger.rows()] == [(1, "agent", ERASED), (3, "agent", '{"n": 1}')]
 
 
 def test_privileges_go_and_come_not_back(ledger: Ledger) -> None:

@@ -233,6 +233,22 @@ def test_what_is_declared_by_hand_is_on_record_and_blanks_nothing(world: World, 
     assert findings(verify(world, directory)) == []
 
 
+def test_what_was_put_in_the_place_of_a_redacted_payload_is_altered(world: World, directory: Path) -> None:
+    """Whoever may declare could forge what an agent said otherwise: the record has no payload to compare it with."""
+    put_on_record(world, directory, talk(world))
+    erase(world)
+    tick(world, directory)
+    assert findings(verify(world, directory)) == []
+    world.execute(
+        "WITH declared AS (INSERT INTO walstream.erasures (first_seq, last_seq, reason, session_id, mode)"
+        " VALUES (1, 1, 'asked for', %s, 'redacted'))"
+        " UPDATE agent_events SET payload = '{\"forged\": true}' WHERE seq = 1",
+        ONE,
+    )
+    tick(world, directory)
+    assert findings(verify(world, directory)) == [("altered", 1, 1)]
+
+
 def test_sessions_of_one_transaction_have_a_record_each(world: World, directory: Path) -> None:
     put_on_record(world, directory, talk(world, 10))
     with world.connection.cursor() as cur:

@@ -344,6 +344,31 @@ def test_ids_are_committed_in_their_order(world: World, directory: Path) -> None
     assert violations(directory) == [1, 2]
 
 
+def test_what_comes_just_before_the_end_is_on_record(world: World, directory: Path) -> None:
+    """A table that was swapped ends ingest, and with it the process: no tick comes any more."""
+    world.add_many(3)
+    trail = AuditTrail(directory)
+    trail.record(world.events(), world.settings)
+    tamper(world, 2, 2)
+    trail.close()
+    assert violations(directory) == [2]
+    assert verified(directory).vouched_n == len(records(directory))
+
+
+def test_a_database_that_is_away_at_the_end_costs_no_head(world: World, directory: Path) -> None:
+    world.add_many(3)
+    trail = AuditTrail(directory)
+    trail.record(world.events(), world.settings)
+    world.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE %s", "%:audit")
+    trail._settings = world.settings.model_copy(update={"dsn": "host=127.0.0.1 port=1 connect_timeout=2"})
+    tamper(world, 2, 2)
+    trail.close()
+    assert violations(directory) == []
+    assert verified(directory).vouched_n == len(records(directory))
+    tick(world, directory)
+    assert violations(directory) == [2]
+
+
 def test_verification_counts_what_is_on_record_and_what_nobody_has_acknowledged(world: World, directory: Path) -> None:
     dsn = world.settings.dsn or ""
     world.add_many(4, sessions=2)

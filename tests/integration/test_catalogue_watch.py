@@ -93,7 +93,7 @@ def test_what_is_no_alarm(ledger: Watched) -> None:
     ledger.database.execute("REINDEX TABLE agent_events")
     harmless = (
         "ALTER TABLE agent_events ADD more text; CREATE INDEX ON agent_events (agent_id); ANALYZE agent_events;"
-        "COMMENT ON TABLE agent_events IS 'x'; ALTER PUBLICATION walstream SET (publish_via_partition_root = true)"
+        "COMMENT ON TABLE agent_events IS 'x'; GRANT SELECT ON agent_events TO PUBLIC"
     )
     assert ledger.after(harmless) == []
 
@@ -204,6 +204,60 @@ def test_a_swap(ledger: Watched) -> None:
     ledger.restart()
     ((kind, detail),) = ledger.look()
     assert (kind, detail.startswith(f"the ledger is the table with OID {oid} now")) == ("swapped", True)
+
+
+PUT_BACK = {
+    "made anew": ["DROP PUBLICATION walstream", "CREATE PUBLICATION walstream FOR TABLE agent_events", WIDENED],
+    "narrowed": ["ALTER PUBLICATION walstream SET (publish = 'insert')", WIDENED],
+    "without the table": [
+        "ALTER PUBLICATION walstream DROP TABLE agent_events",
+        "ALTER PUBLICATION walstream ADD TABLE agent_events",
+    ],
+    "called otherwise": [
+        "ALTER PUBLICATION walstream RENAME TO elsewhere",
+        "ALTER PUBLICATION elsewhere RENAME TO walstream",
+    ],
+}
+
+
+@pytest.mark.parametrize("way", PUT_BACK)
+def test_a_publication_that_was_put_back_between_two_looks(ledger: Watched, way: str) -> None:
+    """A DELETE in between, in the same transaction even, is never sent; and the publication is what it was."""
+    before, after = PUT_BACK[way][0], PUT_BACK[way][1:]
+    ((kind, detail),) = ledger.after("; ".join([before, "DELETE FROM agent_events WHERE seq = 2", *after]))
+    assert kind == "publication"
+    assert "was changed and publishes what it did before" in detail
+    assert ledger.look() == []
+
+
+def test_a_publication_that_is_widened_or_takes_other_tables_is_no_alarm(ledger: Watched) -> None:
+    assert [kind for kind, _ in ledger.after("ALTER PUBLICATION walstream SET (publish = 'insert')")] == ["publication"]
+    assert ledger.after(WIDENED) == []
+    assert ledger.after("CREATE TABLE other (n int); ALTER PUBLICATION walstream ADD TABLE other") == []
+    assert ledger.after("ALTER PUBLICATION walstream DROP TABLE other") == []
+    assert ledger.after("VACUUM (FREEZE) pg_publication, pg_publication_rel, pg_inherits") == []
+
+
+def test_what_the_release_before_has_seen_is_no_alarm(ledger: Watched) -> None:
+    ledger.after("UPDATE walstream.ledger_catalogue SET facts = facts - 'version' - 'entries' - 'attached'")
+    assert ledger.after("VACUUM pg_publication") == []
+    assert ledger.database.execute(
+        "SELECT count(*) FROM walstream.ledger_catalogue WHERE facts ? 'version' OR facts ? 'attached'"
+    ) == [(2,)]
+
+
+def test_a_partition_that_was_detached_and_attached_again_between_two_looks(parted: Watched) -> None:
+    leaf = leaf_of(parted)
+    ((bound,),) = parted.database.execute(
+        "SELECT pg_get_expr(relpartbound, oid) FROM pg_class WHERE oid = %s::regclass", leaf
+    )
+    ((kind, detail),) = parted.after(
+        f"ALTER TABLE agent_events DETACH PARTITION {leaf}; UPDATE {leaf} SET agent_id = 'somebody else';"
+        f" ALTER TABLE agent_events ATTACH PARTITION {leaf} {bound}"
+    )
+    assert kind == "detached"
+    assert "was detached and attached again" in detail
+    assert parted.look() == []
 
 
 def test_triggers(ledger: Watched) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from tests.cli_calls import call, ok
 from tests.conftest import Database
+from walstream.event import ERASED_PAYLOAD
 from walstream.postgres import PostgresServer
 
 from .streams import INSERT, Installed, Recorder, eventually
 
+ERASED = ERASED_PAYLOAD.decode()
 WIDENED = "ALTER PUBLICATION walstream SET (publish = 'insert, update, delete, truncate')"
 
 
@@ -161,8 +163,11 @@ def test_a_declared_erasure_is_silent_and_nothing_else_is(alarmed: Alarmed, data
         cur.execute("UPDATE agent_events SET payload = '{}' WHERE seq = 2")
     with connection, connection.cursor() as cur:  # and more than was declared
         cur.execute("INSERT INTO walstream.erasures (first_seq, last_seq, reason) VALUES (2, 2, 'again')")
-        cur.execute("UPDATE agent_events SET payload = '{}' WHERE seq IN (2, 3)")
-    alarmed.expect(("update", 2), ("update", 3))
+        cur.execute(f"UPDATE agent_events SET payload = '{ERASED}' WHERE seq IN (2, 3)")
+    with connection, connection.cursor() as cur:  # and something else than what is left by an erasure
+        cur.execute("INSERT INTO walstream.erasures (first_seq, last_seq, reason) VALUES (2, 2, 'forged')")
+        cur.execute("UPDATE agent_events SET payload = '{\"forged\": 1}' WHERE seq = 2")
+    alarmed.expect(("update", 2), ("update", 3), ("update", 2))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_many_changes_in_one_transaction(alarmed: Alarmed, database: Database) -
     )
     connection = database.connect()
     with connection, connection.cursor() as cur:
-        cur.execute("UPDATE agent_events SET agent_id = 'b'")
+        cur.execute(f"UPDATE agent_events SET payload = '{ERASED}'")
         cur.execute("INSERT INTO walstream.erasures (first_seq, last_seq, reason) VALUES (5001, 6000, 'asked for')")
     eventually(lambda: sum(alarmed.column("changes")) >= 14_003, "all are on record")
     alarmed.insert("afterwards")

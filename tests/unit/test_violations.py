@@ -10,6 +10,7 @@ import pytest
 from tests.unit.test_intake import intake, play
 from walstream.engine.intake import Burst, Resume
 from walstream.engine.violations import ONE_BY_ONE, STRETCH, Violation, ranges_of, without_declared
+from walstream.event import ERASED_PAYLOAD
 from walstream.testing import wire
 
 UNCHANGED = object()
@@ -63,7 +64,26 @@ def test_an_update_tells_its_row_and_leaves_out_what_was_not_sent() -> None:
     row = values(42, "s", "a", "e", UNCHANGED, None)
     (found,) = told(update(row))
     assert (found.kind, found.seq, found.keys, found.old_keys) == ("update", 42, {"seq": "42"}, None)
-    assert (found.time_us, found.xid, found.declarable) == (77, 5, True)
+    assert (found.time_us, found.xid, found.declarable) == (77, 5, False)
+
+
+def test_only_what_an_erasure_leaves_of_a_payload_can_be_declared() -> None:
+    """Whoever may declare could put anything in its place otherwise."""
+    erased = ERASED_PAYLOAD.decode()
+    rows = [values(42, "s", "a", "e", payload, None) for payload in (erased, '{"forged": 1}', UNCHANGED)]
+    assert [each.declarable for each in told(*map(update, rows))] == [True, False, False]
+    old = values(42, "s", "a", "e", "{}", None)
+    also = values(42, "s", "somebody else", "e", erased, None)
+    found = told(update(rows[0], old=old), update(also, old=old), relation=full_identity())
+    assert [each.declarable for each in found] == [True, False]
+
+
+def test_stretches_keep_apart_what_can_be_declared() -> None:
+    erased, forged = (values(1, "s", "a", "e", payload, None) for payload in (ERASED_PAYLOAD.decode(), "{}"))
+    several = [update(row) for _ in range(ONE_BY_ONE // 2 + 3) for row in (erased, forged)]
+    stretches = [each for each in told(*several) if each.seqs is not None]
+    assert [(each.changes, each.declarable) for each in stretches] == [(3, True), (3, False)]
+    assert len({each.ordinal for each in stretches}) == 2
 
 
 def test_a_key_that_was_changed_is_told_as_it_was_and_as_it_is() -> None:
@@ -186,8 +206,9 @@ def test_many_changes_are_told_in_stretches_that_a_resend_repeats(extra: int) ->
     assert [seq for each in once for seq in (each.seqs or (each.seq,))] == list(range(1, count + 1))
 
 
-def test_memory_is_bounded_while_somebody_changes_a_million_rows() -> None:
-    bursts = flood(300_000, 100_000, Resume())
+@pytest.mark.parametrize("rows", [130_000, pytest.param(300_000, marks=pytest.mark.slow)])
+def test_memory_is_bounded_while_somebody_changes_many_rows(rows: int) -> None:
+    bursts = flood(rows, 100_000, Resume())
     assert len(bursts) > 10
     assert max(burst.nbytes for burst in bursts) < 400_000
     assert [piece[2] for burst in bursts for piece in burst.pieces][-2:] == [0, 130]

@@ -170,7 +170,7 @@ class LedgerComparison:
             changed = _changed(record, row)
             if not changed:
                 self.result.same += 1
-            elif changed == ["payload"] and record.seq in gone and (record.payload is None or row[4] == ERASED_PAYLOAD):
+            elif changed == ["payload"] and record.seq in gone and row[4] == ERASED_PAYLOAD:
                 self.result.erased += 1
             else:
                 self.result.add(Finding("altered", f"the ledger says another {', '.join(changed)}", *where))

@@ -161,6 +161,8 @@ class AuditTrail:
                 return
             with self._directory.held() as changed:
                 if not changed:
+                    with suppress(WalstreamError):  # what ends ingest ends the process, and there is no other tick
+                        self._take_over(self._settings, erasures=False)
                     self._vouch(self._settings, now=True)
                     self._packer.finish(_CLOSE_SECONDS)
                     self._note_closed(self._open)
@@ -256,16 +258,16 @@ class AuditTrail:
             replace(open_.link, n=pen.n, hash=pen.hash, offset=expected - 1, events=open_.link.events + more),
         )
 
-    def _take_over(self, settings: Settings) -> None:
+    def _take_over(self, settings: Settings, *, erasures: bool = True) -> None:
         """Put on record what the database says besides events; the chain says up to where it has that."""
         declarations = self._asking(settings)
         for _ in range(_ROUNDS):
             open_ = self._open
             assert open_ is not None
             pen, ids = Pen(open_.link.n, open_.link.hash), dict(open_.link.ids)
-            lines = declarations.lines(pen, ids, recorded_now()) or erasing.taken_over(
-                declarations, pen, ids, self.path, self._manifest, recorded_now()
-            )
+            lines = declarations.lines(pen, ids, recorded_now())
+            if not lines and erasures:
+                lines = erasing.taken_over(declarations, pen, ids, self.path, self._manifest, recorded_now())
             if not lines:
                 return
             link, before = replace(open_.link, n=pen.n, hash=pen.hash, ids=ids), open_.link.ids

@@ -24,7 +24,9 @@ _RELATIONS = f"""{_TREE}
     SELECT 'relation:' || c.oid,
            jsonb_build_object('name', format('%%I.%%I', n.nspname, c.relname), 'parent', t.parent::bigint,
                               'filenode', CASE WHEN c.relkind = 'r' THEN pg_relation_filenode(c.oid)::bigint END,
-                              'persistence', c.relpersistence)
+                              'persistence', c.relpersistence,
+                              'attached', (SELECT i.xmin::text FROM pg_catalog.pg_inherits AS i
+                                            WHERE i.inhrelid = c.oid))
       FROM tree AS t JOIN pg_catalog.pg_class AS c ON c.oid = t.oid
       JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"""
 
@@ -48,11 +50,16 @@ _COLUMNS = """
     SELECT 'columns', jsonb_object_agg(attname, format_type(atttypid, atttypmod))
       FROM pg_catalog.pg_attribute WHERE attrelid = %(oid)s AND attnum > 0 AND NOT attisdropped HAVING count(*) > 0"""
 
-# The ledger under its root or its partitions; what version 14 does not know (filters, lists) is NULL there.
+# The ledger under its root or its partitions; what version 14 does not know (filters, lists) is NULL there. `xmin` is
+# the transaction that wrote the catalogue's row last: it tells what was changed and put back between two looks.
 _PUBLICATION = f"""{_TREE}
     SELECT 'publication',
            jsonb_build_object(
                'name', p.pubname,
+               'version', p.oid || ':' || p.xmin,
+               'entries', (SELECT jsonb_object_agg(r.prrelid, r.oid || ':' || r.xmin)
+                             FROM pg_catalog.pg_publication_rel AS r
+                            WHERE r.prpubid = p.oid AND r.prrelid IN (SELECT oid FROM tree)),
                'operations', array_remove(ARRAY[CASE WHEN p.pubinsert THEN 'insert' END,
                                                 CASE WHEN p.pubupdate THEN 'update' END,
                                                 CASE WHEN p.pubdelete THEN 'delete' END,

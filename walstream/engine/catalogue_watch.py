@@ -171,7 +171,7 @@ def differences(before: Facts, now: Facts, existing: set[int], table_oid: int) -
         elif kind == "columns":
             yield from _of_columns(old, new) if new is not None else ()
         elif kind == "publication":
-            yield from _of_publication(old, new)
+            yield from _of_publication(old, new, now)
         elif f"relation:{old['relation']}" not in now:
             continue  # it went with its table
         elif new is None:
@@ -202,6 +202,12 @@ def _of_relation(
             kind = "detached" if oid in existing else "dropped"
             yield Difference(kind, f"partition {old['name']}{which} was {kind}", held)
         return
+    if old.get("attached") is not None and new["attached"] != old["attached"]:
+        yield Difference(
+            "detached",
+            f"partition {new['name']} was detached and attached again: what was done to its rows meanwhile, or in the"
+            " same transaction, was not sent",
+        )
     if old["parent"] is None and new["name"] != old["name"]:
         yield Difference("renamed", f"the ledger's table {old['name']} (OID {oid}) is called {new['name']} now")
     if new["persistence"] != old["persistence"]:
@@ -223,7 +229,7 @@ def _of_columns(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Diff
             yield Difference("columns", f"column {name} is {new[name]} now, and was {type_}")
 
 
-def _of_publication(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> Iterator[Difference]:
+def _of_publication(old: Mapping[str, Any], new: Mapping[str, Any] | None, now: Facts) -> Iterator[Difference]:
     if new is None:
         yield Difference("publication", f"publication {old['name']} is gone, or does not hold the ledger any more")
         return
@@ -233,6 +239,23 @@ def _of_publication(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> It
     for part, words in (("filter", "only rows with"), ("columns", "only the columns")):
         if new[part] and new[part] != old[part]:
             yield Difference("publication", f"publication {old['name']} sends {words} {new[part]}")
+    if all(new[part] == old[part] for part in ("operations", "filter", "columns")) and _was_put_back(old, new, now):
+        yield Difference(
+            "publication",
+            f"publication {old['name']} was changed and publishes what it did before: what was done to the ledger"
+            " meanwhile, or in the same transaction, may not have been sent",
+        )
+
+
+def _was_put_back(old: Mapping[str, Any], new: Mapping[str, Any], now: Facts) -> bool:
+    """Whether the publication, or a table's place in it, is another row of the catalogue than it was."""
+    if old.get("version") is None:  # it was seen by a release that did not look
+        return False
+    entries, before = new["entries"] or {}, old["entries"] or {}
+    return bool(
+        old["version"] != new["version"]
+        or any(entries.get(oid) != row and f"relation:{oid}" in now for oid, row in before.items())
+    )
 
 
 def _value(cur: Cursor) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from walstream.event import Commit
+from walstream.event import ERASED_PAYLOAD, Commit
 from walstream.protocol.messages import UNCHANGED, Delete, Relation, Truncate, TupleData, Update, Value
 
 Origin = Literal["stream", "catalogue"]
@@ -41,7 +41,8 @@ class Violation:
         keys, old_keys: columns that tell the row, as it is now and as it was: as text, ``None`` for NULL.
         changes: how many it stands for.
         seqs: of a stretch, as far as they are known.
-        declarable: whether an erasure that names seq (or seqs) and transaction explains it.
+        declarable: whether an erasure that names seq (or seqs) and transaction explains it: a row that went, or whose
+            payload was redacted.
     """
 
     kind: str
@@ -85,9 +86,10 @@ class ChangeLog:
     def __init__(self, commit: Commit, columns: Sequence[str]) -> None:
         self._commit = commit
         self._seq, *others = columns
-        self._told = {self._seq, *others[:3], *others[4:]}  # not the payload
+        self._payload = others[3]
+        self._told = {self._seq, *others[:3], *others[4:]}
         self._count = 0
-        self._stretches: dict[str, _Stretch] = {}
+        self._stretches: dict[tuple[str, bool], _Stretch] = {}
 
     def update(self, relation: Relation, message: Update) -> Iterator[Violation]:
         """An UPDATE; yields what is to be told by now."""
@@ -95,22 +97,23 @@ class ChangeLog:
         before = message.old or message.new
         seq = seq_in(relation, before, self._seq)
         same_row = seq is not None and (message.old is None or seq_in(relation, message.new, self._seq) == seq)
+        redacts = same_row and self._redacts(relation, message)
         if self._count > ONE_BY_ONE:
-            yield from self._stretch("update", relation, seq if same_row else None)
+            yield from self._stretch("update", relation, seq if same_row else None, declarable=redacts)
             return
         detail = f"UPDATE {relation.qualified}"
         if message.old is not None and not message.key_only and (changed := _changed(relation, message)):
             detail += f": {', '.join(changed)}"
         keys = self._keys(relation, message.new)
         old_keys = None if message.old is None else self._keys(relation, message.old)
-        yield self._one("update", seq, detail, keys, old_keys, declarable=same_row)
+        yield self._one("update", seq, detail, keys, old_keys, declarable=redacts)
 
     def delete(self, relation: Relation, message: Delete) -> Iterator[Violation]:
         """A DELETE; yields what is to be told by now."""
         self._count += 1
         seq = seq_in(relation, message.old, self._seq)
         if self._count > ONE_BY_ONE:
-            yield from self._stretch("delete", relation, seq)
+            yield from self._stretch("delete", relation, seq, declarable=True)
             return
         keys = self._keys(relation, message.old)
         yield self._one("delete", seq, f"DELETE {relation.qualified}", None, keys, declarable=seq is not None)
@@ -124,22 +127,22 @@ class ChangeLog:
 
     def end(self) -> Iterator[Violation]:
         """The transaction is over; yields what was not told yet."""
-        for kind, stretch in self._stretches.items():
-            yield self._made(kind, stretch)
+        for (kind, declarable), stretch in self._stretches.items():
+            yield self._made(kind, stretch, declarable)
         self._stretches.clear()
 
-    def _stretch(self, kind: str, relation: Relation, seq: int | None) -> Iterator[Violation]:
+    def _stretch(self, kind: str, relation: Relation, seq: int | None, *, declarable: bool) -> Iterator[Violation]:
         if (self._count - ONE_BY_ONE - 1) % STRETCH == 0:
             yield from self.end()
-        stretch = self._stretches.get(kind)
+        stretch = self._stretches.get((kind, declarable))
         if stretch is None:
             detail = f"{kind.upper()} {relation.qualified}: many in one transaction"
-            stretch = self._stretches[kind] = _Stretch(self._count, detail)
+            stretch = self._stretches[kind, declarable] = _Stretch(self._count, detail)
         stretch.changes += 1
         if seq is not None:
             stretch.seqs.append(seq)
 
-    def _made(self, kind: str, stretch: _Stretch) -> Violation:
+    def _made(self, kind: str, stretch: _Stretch, declarable: bool) -> Violation:
         commit = self._commit
         return Violation(
             kind,
@@ -151,7 +154,7 @@ class ChangeLog:
             commit.time_us,
             changes=stretch.changes,
             seqs=stretch.seqs,
-            declarable=True,
+            declarable=declarable,
         )
 
     def _one(
@@ -176,6 +179,15 @@ class ChangeLog:
             keys,
             old_keys,
             declarable=declarable,
+        )
+
+    def _redacts(self, relation: Relation, message: Update) -> bool:
+        """Whether it leaves of a payload what an erasure leaves, and nothing else, as far as the stream tells."""
+        if message.old is not None and not message.key_only and _changed(relation, message) != [self._payload]:
+            return False
+        return any(
+            column.name == self._payload and value == ERASED_PAYLOAD
+            for column, value in zip(relation.columns, message.new, strict=False)
         )
 
     def _keys(self, relation: Relation, values: TupleData) -> dict[str, str | None]:

@@ -302,8 +302,8 @@ BEGIN
         END IF;
         IF v_declared AND TG_OP = 'DELETE' THEN
             RETURN OLD;
-        ELSIF v_declared THEN
-            v_row := OLD;   -- a redaction takes the payload, and leaves everything else as it is
+        ELSIF v_declared AND NEW.$payload::text = $erased_payload_name THEN
+            v_row := OLD;   -- a redaction takes the payload, puts nothing else there, and leaves all others as they are
             v_row.$payload := NEW.$payload;
             RETURN v_row;
         END IF;
