@@ -212,7 +212,7 @@ class Workers:
 
     def held(self, job: int) -> None:
         """Wait until its handler holds."""
-        eventually((self.folder / f"held-{job}").exists, f"the handler of job {job} holds", 20)
+        eventually((self.folder / f"held-{job}").exists, f"the handler of job {job} holds", 60)
 
     def go(self, job: int) -> None:
         """Let its handler go on."""

@@ -267,7 +267,7 @@ def test_a_full_disk_stops_the_sink_alone_and_it_goes_on_by_itself(
         assert "No space left on device" in sink["error"]
         head = status["order"]["head"]
         scene.place.execute(INSERT, 1, 5)
-        eventually(lambda: call("status", "--json", dsn=database.dsn).json["order"]["head"] == head + 5, 20)
+        eventually(lambda: call("status", "--json", dsn=database.dsn).json["order"]["head"] == head + 5, 60)
         assert consumer.running
         subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
         scene.assert_complete()

@@ -306,7 +306,7 @@ def test_expiry_waits_for_nobody(approvals: Approvals) -> None:
     other = approvals.ledger.database.connect()
     with other.cursor() as cur:
         cur.execute("SELECT FROM agent_jobs WHERE job_id = %s FOR UPDATE", (job,))
-        approvals.sql("SET statement_timeout = '5s'")
+        approvals.sql("SET statement_timeout = '60s'")
         assert approvals.expired() == []
         other.rollback()
         cur.execute("SELECT walstream.append(%s, 'b', 'note', '{}')", (A,))
