@@ -146,7 +146,7 @@ class Settings(_Model):
     )
     lease_seconds: float = Field(10.0, ge=1, description="a silent ingest is replaced after this long")
     idle_persist_seconds: float = Field(30.0, ge=0.1, description="how often an idle position is written down")
-    liveness_seconds: float = Field(20.0, ge=1, description="silence after which a canary must come through the stream")
+    liveness_seconds: float = Field(5.0, ge=1, description="silence after which a canary must come through the stream")
     poll_seconds: float = Field(1.0, gt=0, description="readers look for new order this often when nobody wakes them")
     connect_timeout: int = Field(10, ge=2, description="seconds for a connection to be made")
     drain_seconds: float = Field(10.0, ge=0, description="at SIGTERM: time for projectors to finish their batch")

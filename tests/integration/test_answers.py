@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psycopg2
 import pytest
 from psycopg2.extensions import make_dsn
 
 from tests.chaos.network import Network
-from walstream.errors import ConnectionLost
+from walstream.errors import ConnectionLost, WalstreamError
 from walstream.postgres import PostgresServer
+from walstream.source import answers, connection
 from walstream.source.answers import AskingConnection, Lookout
 from walstream.source.connection import connect
 from walstream.source.failures import classify
@@ -111,3 +114,55 @@ def test_nothing_is_given_up_while_nothing_is_known(asking: tuple[Asking, Networ
     network.mend()
     assert one.look_until(lambda: not thread.is_alive(), 10)
     assert one.error is None
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system does not say when data arrived")
+def test_an_answer_that_trickles_in_is_waited_for(asking: tuple[Asking, Network]) -> None:
+    """The server has handed it to its kernel, and is idle."""
+    one, network = asking
+    network.slow(0.05, 2e6)
+    thread = one.ask("SELECT repeat('x', 4000000)")
+    assert one.look_until(lambda: not thread.is_alive(), 30)
+    assert one.error is None
+
+
+def test_a_connection_that_is_lost_before_its_first_answers(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has let it in, and nobody looks after it yet."""
+    verify = connection._verify
+    with Network(server.port) as network:
+
+        def lose(*arguments: Any) -> None:
+            assert network.half_open("both") == 1
+            verify(*arguments)
+
+        monkeypatch.setattr(connection, "_verify", lose)
+        monkeypatch.setattr(connection, "FIRST_ANSWERS", 0.5)
+        with pytest.raises(WalstreamError) as caught:
+            connect(str(make_dsn(server.dsn(tcp=True), port=str(network.port))), application_name="test")
+    assert caught.value.transient
+
+
+def test_the_lookout_s_own_question_is_not_answered(
+    asking: tuple[Asking, Network], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives that up, and finds the other connection when it asks again."""
+    one, network = asking
+    monkeypatch.setattr(answers, "_OWN_PATIENCE", 0.5)
+    again = one.connection.again
+    assert again is not None
+    asked: list[psycopg2.extensions.connection] = []
+
+    def lost() -> psycopg2.extensions.connection:
+        made = again()
+        if not asked:
+            network.half_open("both")
+        asked.append(made)
+        return made
+
+    one.connection.again = lost
+    network.half_open("both")
+    thread = one.ask("SELECT 1")
+    assert one.look_until(lambda: not thread.is_alive(), 20), "it waits still"
+    assert len(asked) > 1

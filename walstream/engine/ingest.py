@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from walstream.config import Settings
-from walstream.errors import ConnectionLost, DecodeError, LedgerError
-from walstream.lsn import format_lsn
+from walstream.errors import DecodeError, LedgerError
 
 from .intake import Intake
+from .liveness import Liveness, Look, Progress
 from .orderer import Orderer
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class MessageStream(Protocol):
     def note_commit(self, end_lsn: int) -> None: ...
     def confirm(self, lsn: int) -> None: ...
     def feedback(self) -> None: ...
-    def progress(self, connection: Connection) -> object | None: ...
+    def progress(self, connection: Connection) -> Progress | None: ...
     def close(self) -> None: ...
     @property
     def passed(self) -> int: ...
@@ -58,8 +58,7 @@ class IngestSession:
         stream: opened at the end of the order.
         intake: fresh, with the same resume position.
         orderer: not yet started.
-        canary: emits a logical message on another connection, and returns what the walsender is at (the stream's
-            ``progress``), or ``None`` if it could not find out. It raises nothing.
+        look: at the walsender, once the stream is silent (:class:`~walstream.engine.liveness.Liveness`).
     """
 
     def __init__(
@@ -68,18 +67,15 @@ class IngestSession:
         stream: MessageStream,
         intake: Intake,
         orderer: Orderer,
-        canary: Callable[[], object | None],
+        look: Callable[[], Look | None],
     ) -> None:
         self._settings = settings
         self._stream = stream
         self._intake = intake
         self._orderer = orderer
-        self._canary = canary
+        self._liveness = Liveness(settings.slot, settings.liveness_seconds, stream, look)
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        self._canary_sent = 0.0
-        self._walsender_at: object | None = None
-        self._walsender_moved = 0.0
         self.ended_in_time = True
         """Whether the orderer's thread has ended; if not, it waits for its connection, which has to be cut."""
         self.handed_over = 0
@@ -146,7 +142,7 @@ class IngestSession:
             orderer.wait_for_room(0.05)
             return True
         if read == 0:
-            self._check_liveness()
+            self._liveness.check()
         return read >= _DRAIN_LIMIT
 
     def _hand_on(self) -> None:
@@ -168,40 +164,6 @@ class IngestSession:
             self.idle_position = passed
             if self.persisted_position > self._stream.confirmed:
                 self._stream.confirm(min(self.persisted_position, passed))
-
-    def _check_liveness(self) -> None:
-        """Liveness is judged by what arrives. When nothing has, a canary must come through the stream.
-
-        A walsender that decodes a long transaction of other tables, or catches up through other databases' WAL, is
-        silent for minutes and lets no canary pass, and to drop it would only make it begin again, for ever. So it is
-        given up when nothing came *and* it was not seen to move (``patience``: as long as it may look the same while
-        it is well).
-        """
-        now = time.monotonic()
-        silence = now - self._stream.last_heard
-        limit = self._settings.liveness_seconds
-        if silence < limit:
-            self._canary_sent = 0.0
-            return
-        if not self._canary_sent:
-            self._walsender_moved = now
-        if now - self._canary_sent >= limit:
-            if self._canary_sent and now - self._walsender_moved >= max(2 * limit, self._stream.patience):
-                raise ConnectionLost(
-                    f"nothing arrived on slot {self._settings.slot!r} for {silence:.0f} s, not even the message sent to"
-                    f" test it, and its walsender (pid {self._stream.backend_pid}) was not seen to move; last position"
-                    f" {format_lsn(self._stream.passed)}",
-                    hint="the connection is half-open (a firewall, a stopped walsender); it is made anew",
-                )
-            # On a thread of its own: making a connection can take as long as the network likes, and feedback is due.
-            threading.Thread(target=self._probe, name="walstream-canary", daemon=True).start()
-            self._canary_sent = now
-
-    def _probe(self) -> None:
-        found = self._canary()
-        if found is not None and found != self._walsender_at:
-            self._walsender_at = found
-            self._walsender_moved = time.monotonic()
 
     def _finish(self) -> None:
         """A bounded goodbye: order what was received, then confirm as much of it as the stream has passed."""

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -27,7 +28,7 @@ from walstream.order.compaction import Compactor
 from walstream.order.seen import SeenSeqs
 from walstream.order.wake import Notifier
 from walstream.order.writer import OrderWriter
-from walstream.source.connection import connect
+from walstream.source.connection import abandon, connect
 from walstream.source.failures import classify
 
 from .birth import BirthStopped, SlotMaker
@@ -39,6 +40,7 @@ from .ingest import IngestSession, MessageStream
 from .intake import Intake, Resume
 from .leadership import Lease
 from .ledger_watch import LedgerWatch
+from .liveness import Look, look_at
 from .order_store import COUNTERS, FencedStore
 from .orderer import Orderer
 from .partition_watch import warn_of_partitions
@@ -242,7 +244,7 @@ class IngestSupervisor:
                 heartbeat=lambda: store.heartbeat(orderer, running),
                 heartbeat_seconds=max(0.2, settings.lease_seconds / 4),
             )
-            running = IngestSession(settings, stream, intake, orderer, self._canary_on(stream))
+            running = IngestSession(settings, stream, intake, orderer, self._look_at(stream))
             session = running
             store.announce(nothing_proven=slot_moved)
             caretaker = self._caretaker(running, watch, lease.generation, identity, orderer)
@@ -263,7 +265,7 @@ class IngestSupervisor:
             self._session = None
             self._buffer.suspend()
             if session is not None and not session.ended_in_time:
-                _quietly(connection.cancel)  # closing a connection waits for the statement that runs on it
+                abandon(connection)  # closing a connection waits for the statement that runs on it
             if caretaker is not None:
                 caretaker.stop()
             if notifier is not None:
@@ -344,23 +346,18 @@ class IngestSupervisor:
     def _recover(self, cause: str) -> None:
         self._become("recovering", SlotGone(cause))
 
-    def _canary_on(self, stream: MessageStream) -> Callable[[], object | None]:
-        def canary() -> object | None:
-            found: list[object | None] = []
+    def _look_at(self, stream: MessageStream) -> Callable[[], Look | None]:
+        def look() -> Look | None:
+            found: list[Look] = []
 
-            def look() -> None:
-                connection = self._connect("canary", statement_timeout="5s")
-                try:
-                    with connection.cursor() as cur:
-                        cur.execute("SELECT pg_logical_emit_message(false, 'walstream', 'canary')")
-                    found.append(stream.progress(connection))
-                finally:
-                    connection.close()
+            def ask() -> None:
+                with contextlib.closing(self._connect("canary", statement_timeout="5s")) as connection:
+                    found.append(look_at(stream, connection))
 
-            _quietly(look)
+            _quietly(ask)
             return found[0] if found else None
 
-        return canary
+        return look
 
     def _become(self, state: str, error: WalstreamError | None = None, generation: int = 0) -> None:
         self.state = IngestState(state, time.monotonic(), error, generation)

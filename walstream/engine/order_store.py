@@ -15,6 +15,7 @@ from walstream.order.writer import OrderWriter, Snapshot
 
 from .backlog import Noticed
 from .leadership import Lease
+from .liveness import CANARY
 from .violation_store import Policy, ViolationStore
 from .violations import Violation
 
@@ -125,9 +126,19 @@ class FencedStore:
         self._counted = counts
         for name, risen in zip(COUNTERS, (events, recovered, violations), strict=True):
             METRICS.add(name, risen)
+        if session.silence >= self._lease.seconds / 8:
+            self._emit_canary()
         if idle:
             self._idle_written, self._idle_written_at = idle, time.monotonic()
             session.persisted_position = idle
+
+    def _emit_canary(self) -> None:
+        """The stream is quiet: something has to come through it, or it is not alive."""
+        try:
+            with self._connection.cursor() as cur:
+                cur.execute(CANARY)
+        except Exception as error:
+            raise self._classify(error, doing="testing the stream") from error
 
     def _idle_is_due(self, position: int) -> bool:
         if position <= self._idle_written:

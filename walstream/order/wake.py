@@ -21,6 +21,7 @@ from psycopg2.extensions import connection as Connection
 
 from walstream.config import channel, quote
 from walstream.errors import WalstreamError
+from walstream.source.connection import abandon
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class Notifier:
             self._changed.notify()
         self._thread.join(timeout / 2)
         if self._thread.is_alive() and (connection := self._connection) is not None:
-            with contextlib.suppress(psycopg2.Error):
-                connection.cancel()
+            abandon(connection)
             self._thread.join(timeout / 2)
 
     def _run(self) -> None:

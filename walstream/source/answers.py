@@ -7,7 +7,8 @@ a load balancer that hangs). A thread that waits there would wait for ever, with
 So one thread looks at who has been waiting for long, and asks the server, over another connection, what the session in
 question does. If it is gone, or idle (it has answered, or was never asked), and still is some seconds later, no answer
 will come: the socket is shut down, and whoever waits sees a lost connection, which everybody knows how to deal with.
-As long as the server says that it works on it, or says nothing, nothing is done.
+As long as the server says that it works on it, or says nothing, nothing is done; nor while something arrives, for a
+server that has handed a large answer to its kernel is idle, and a slow network takes its time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import psycopg2
@@ -28,13 +30,15 @@ from psycopg2.extensions import cursor as Cursor
 
 log = logging.getLogger("walstream.connection")
 
-PATIENCE: Final = 6.0
+PATIENCE: Final = 3.0
 """Seconds that somebody has waited before he is looked after."""
 
-AGAIN: Final = 3.0
+AGAIN: Final = 2.0
 """Seconds between the two looks that have to see the same."""
 
-_LOOK: Final = 1.0
+_OWN_PATIENCE: Final = 5.0  # for the answers to its own questions
+_LOOK: Final = 0.5
+_TCP_LAST_DATA_RECV: Final = 52  # where struct tcp_info (linux/tcp.h) has milliseconds since data arrived
 _STATE: Final = "SELECT state, pg_postmaster_start_time()::text FROM pg_stat_activity WHERE pid = %s"
 _ALIVE: Final = "SELECT pg_postmaster_start_time()::text"
 
@@ -141,7 +145,7 @@ class Lookout:
         self._suspected = {key: seen for key, seen in self._suspected.items() if key in set(map(id, late))}
         for connection in late:
             asked_at = connection.asked_at
-            if asked_at is None or not _forgotten(connection):
+            if asked_at is None or _arriving(connection, self._again) or not _forgotten(connection):
                 self._suspected.pop(id(connection), None)
                 continue
             before = self._suspected.setdefault(id(connection), (asked_at, now))
@@ -158,11 +162,27 @@ class Lookout:
                 shut_down(connection)
 
 
+def _arriving(connection: AskingConnection, lately: float) -> bool:
+    """Whether something has arrived on its socket within so many seconds (Linux, TCP; elsewhere nobody can say)."""
+    option = getattr(socket, "TCP_INFO", None)
+    if option is None:
+        return False
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+            if shared.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            size = _TCP_LAST_DATA_RECV + 4
+            told = shared.getsockopt(socket.IPPROTO_TCP, option, size)
+    except (OSError, psycopg2.Error):
+        return False
+    return len(told) == size and int.from_bytes(told[-4:], sys.byteorder) < lately * 1000
+
+
 def _forgotten(connection: AskingConnection) -> bool:
     """Whether the server is there and its session is not, or has nothing to do."""
     assert connection.again is not None
     try:
-        with contextlib.closing(connection.again()) as beside:
+        with contextlib.closing(connection.again()) as beside, answered_within(beside, _OWN_PATIENCE):
             beside.autocommit = True
             with beside.cursor() as cur:
                 cur.execute("SET statement_timeout = '3s'")
@@ -176,6 +196,20 @@ def _forgotten(connection: AskingConnection) -> bool:
         return False  # nothing is known
     # Another start of the server ended all sessions before it; but it may be another server, where there are several.
     return found is not None and (found[0] == connection.server or "," not in connection.info.host)
+
+
+@contextlib.contextmanager
+def answered_within(connection: Connection, seconds: float) -> Iterator[None]:
+    """What the connection is asked inside takes the server a moment, so after so many seconds it is shut down. For a
+    connection that nobody looks after: because it is so new, because it is the lookout's own, or because it streams."""
+    timer = threading.Timer(seconds, shut_down, (connection,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # so that it never meets a connection that was closed, or another one in its place
 
 
 def shut_down(connection: Connection) -> None:

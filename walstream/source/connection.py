@@ -21,7 +21,7 @@ from psycopg2.extensions import make_dsn, parse_dsn
 from psycopg2.extras import LogicalReplicationConnection
 
 from walstream.errors import ConfigError
-from walstream.source.answers import LOOKOUT, AskingConnection
+from walstream.source.answers import LOOKOUT, AskingConnection, answered_within, shut_down
 from walstream.source.failures import classify
 
 PINNED: Final[Mapping[str, str]] = {
@@ -40,6 +40,9 @@ APPLICATION_NAME_LIMIT: Final = 63
 
 # libpq sends these variables of the environment in the startup packet *after* `options`, so they win over it.
 _STARTUP_VARIABLES: Final = ("PGDATESTYLE", "PGTZ")
+
+FIRST_ANSWERS: Final = 15.0
+"""Seconds for what a new connection is asked first: trifles, for a server that has let it in."""
 
 # A peer that is silently gone is noticed within 30 s, if the user says nothing else (libpq, 34.1.2).
 _LIVENESS: Final[Mapping[str, str]] = {
@@ -84,6 +87,15 @@ def watch_answers() -> None:
     """From now on, in this process: who waits on a connection of :func:`connect` for an answer that cannot come any
     more, because the server has forgotten the session, sees a lost connection (walstream/source/answers.py)."""
     LOOKOUT.start()
+
+
+def abandon(connection: Connection) -> None:
+    """End a connection at once, whoever waits on it, from any thread: to him it is lost.
+
+    Not ``connection.cancel()``: psycopg2 connects to the server for that, for as long as the network likes, and lets no
+    thread of the process go on meanwhile.
+    """
+    shut_down(connection)
 
 
 def replication_connect(
@@ -175,7 +187,7 @@ def _open(
     try:
         if not replication:
             made.autocommit = True  # a SET inside a transaction could be rolled back
-        with made.cursor() as cursor:
+        with answered_within(made, FIRST_ANSWERS), made.cursor() as cursor:
             if hidden or any(name in os.environ for name in _STARTUP_VARIABLES):
                 pairs = (f"set_config({_literal(name)}, {_literal(value)}, false)" for name, value in sent.items())
                 cursor.execute(f"SELECT {', '.join(pairs)}")

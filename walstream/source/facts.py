@@ -316,7 +316,21 @@ def blockers(connection: Connection) -> list[Blocker]:
         ]
 
 
-def walsender_progress(connection: Connection, pid: int, started: str) -> tuple[int, str, str] | None:
+@dataclass(frozen=True, slots=True)
+class WalsenderProgress:
+    """What a walsender is at.
+
+    Attributes:
+        at: ``sent_lsn``, ``reply_time`` (or the time of the look) and the state: to be compared with what the next look
+            finds.
+        waits: it has nothing to do: it waits for more WAL, or for room to send.
+    """
+
+    at: tuple[int, str, str]
+    waits: bool
+
+
+def walsender_progress(connection: Connection, pid: int, started: str) -> WalsenderProgress | None:
     """What shows that a walsender is at work although it sends nothing; ``None`` if it is gone.
 
     Decoding a long transaction of other tables, or catching up through other databases' WAL, takes minutes in which
@@ -328,21 +342,19 @@ def walsender_progress(connection: Connection, pid: int, started: str) -> tuple[
 
     Args:
         pid, started: ``backend_pid`` and ``backend_start`` of the stream.
-
-    Returns:
-        ``sent_lsn``, ``reply_time`` (or the time of the look) and the state, to be compared with what the next finds.
     """
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT coalesce(r.sent_lsn, '0/0')::text,"
             " CASE WHEN r.sent_lsn IS NULL AND coalesce(a.wait_event, '') NOT LIKE 'WalSender%%'"
-            " THEN pg_catalog.clock_timestamp()::text ELSE coalesce(r.reply_time::text, '') END, coalesce(r.state, '')"
+            " THEN pg_catalog.clock_timestamp()::text ELSE coalesce(r.reply_time::text, '') END, coalesce(r.state, ''),"
+            " coalesce(a.wait_event, '') LIKE 'WalSender%%'"
             " FROM pg_catalog.pg_stat_replication AS r JOIN pg_catalog.pg_stat_activity AS a ON a.pid = r.pid"
             " WHERE r.pid = %s AND r.backend_start = %s::timestamptz",
             (pid, started),
         )
         row: Any = cursor.fetchone()
-    return (parse_lsn(row[0]), row[1], row[2]) if row else None
+    return WalsenderProgress((parse_lsn(row[0]), row[1], row[2]), bool(row[3])) if row else None
 
 
 def _slot(

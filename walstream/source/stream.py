@@ -39,8 +39,9 @@ from psycopg2.extras import LogicalReplicationConnection
 from walstream.config import Settings
 from walstream.errors import ConnectionLost, SlotError, SlotGone, Stalled, WalstreamError
 from walstream.lsn import format_lsn, parse_lsn
-from walstream.source.connection import give_up_unacknowledged, replication_connect
-from walstream.source.facts import slot_facts, walsender_progress
+from walstream.source.answers import answered_within
+from walstream.source.connection import FIRST_ANSWERS, give_up_unacknowledged, replication_connect
+from walstream.source.facts import WalsenderProgress, slot_facts, walsender_progress
 from walstream.source.failures import classify
 from walstream.source.slots import create_on, start_command
 
@@ -234,7 +235,7 @@ class ReplicationStream:
                 self._wake_pending = True
                 os.write(self._wake_write, b"\0")
 
-    def progress(self, connection: Connection) -> object | None:
+    def progress(self, connection: Connection) -> WalsenderProgress | None:
         """Ask over an SQL ``connection`` what the walsender is at; ``None`` if it is gone.
 
         Silence alone proves nothing (see :func:`~walstream.source.facts.walsender_progress`); equal answers that are
@@ -292,16 +293,17 @@ class ReplicationStream:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self, start_lsn: int) -> None:
-        timeout = self._identify(start_lsn)
+        with answered_within(self._connection, FIRST_ANSWERS):
+            timeout = self._identify(start_lsn)
+            self._reader.start_replication_expert(
+                start_command(self._slot, start_lsn, self._publication), decode=False, status_interval=_NEVER
+            )
         descriptor = self._connection.fileno()
         if timeout:
             self._feedback_every = min(timeout, DEFAULT_TIMEOUT) / 6
             self._stall_after = timeout / 3
             self.patience = timeout
             give_up_unacknowledged(descriptor, timeout / 4)
-        self._reader.start_replication_expert(
-            start_command(self._slot, start_lsn, self._publication), decode=False, status_interval=_NEVER
-        )
         self._poll.register(descriptor, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         self.last_heard = self._sent_at = self._last_wait = time.monotonic()

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from walstream.engine.liveness import Progress
+
 
 class ScriptedStream:
     """Plays messages as they are added; records what is confirmed. Satisfies the engine's ``MessageStream``.
@@ -78,7 +80,7 @@ class ScriptedStream:
     def feedback(self) -> None:
         self.feedbacks += 1
 
-    def progress(self, connection: object) -> object | None:
+    def progress(self, connection: object) -> Progress | None:
         del connection
         return None
 
