@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -10,10 +11,13 @@ import pytest
 
 from tests.integration.streams import eventually
 from walstream.config import Columns, Settings
+from walstream.engine import liveness
 from walstream.engine.ingest import IngestSession
 from walstream.engine.intake import Burst, Intake, Resume
+from walstream.engine.liveness import Look
 from walstream.engine.orderer import Orderer
 from walstream.errors import ConnectionLost, Fenced
+from walstream.source.facts import WalsenderProgress
 from walstream.testing import wire
 from walstream.testing.scripted import ScriptedStream
 
@@ -60,16 +64,17 @@ class Bench:
         self.stream = ScriptedStream()
         self.orderer = ScriptedOrderer()
         self.canaries = 0
-        self.walsender_at: object | None = None
+        self.walsender: WalsenderProgress | None = WalsenderProgress((0, "", ""), waits=False)
+        self.flushed = 1_000_000
         intake = Intake(Columns(), lambda _: True, key_prefix="l:1", resume=Resume(), chunk_bytes=1 << 20)
         self.session = IngestSession(settings, self.stream, intake, self.orderer, self._canary)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(run,), daemon=True)
         self.thread.start()
 
-    def _canary(self) -> object | None:
+    def _canary(self) -> Look | None:
         self.canaries += 1
-        return self.walsender_at
+        return Look(100 * self.canaries, self.flushed, self.walsender)
 
     def _run(self, run: Callable[[IngestSession], None]) -> None:
         try:
@@ -84,7 +89,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.3)
     made = Bench(Settings(liveness_seconds=1, drain_seconds=0), IngestSession.run)
     yield made
     made.session.stop()
@@ -168,12 +174,43 @@ def test_a_canary_that_comes_through_keeps_it_alive(bench: Bench) -> None:
 def test_a_silent_walsender_that_is_seen_to_move_is_left_alone(bench: Bench) -> None:
     """A long transaction of other tables lets no canary through; to begin again would never end."""
     for position in range(3):
-        bench.walsender_at = position
+        bench.walsender = WalsenderProgress((position, "", ""), waits=False)
         seen = bench.canaries
         eventually(lambda seen=seen: bench.canaries > seen, "it is asked again")  # type: ignore[misc]
         assert bench.error is None
     eventually(lambda: bench.error is not None, "now it stands still, and is given up")
     assert isinstance(bench.error, ConnectionLost)
+
+
+def test_a_walsender_that_is_gone_is_given_up_at_once(bench: Bench) -> None:
+    bench.walsender = None
+    began = time.monotonic()
+    eventually(lambda: bench.error is not None, "it is given up")
+    assert "its walsender is gone" in str(bench.error)
+    assert bench.canaries == 1
+    assert time.monotonic() - began < 60
+
+
+def test_a_walsender_that_waits_behind_a_canary_does_not_reach_us(bench: Bench) -> None:
+    bench.stream.patience = 3600
+    bench.walsender = WalsenderProgress((7, "now", "streaming"), waits=True)
+    bench.flushed = 99  # the canary of the first look is at 100, and not flushed yet: there is nothing to be sent
+    eventually(lambda: bench.canaries >= 4, "it is asked again")
+    assert not bench.stream.closed
+    bench.flushed = 100
+    eventually(lambda: bench.error is not None, "it is given up")
+    assert isinstance(bench.error, ConnectionLost)
+    assert "believes to have sent it" in str(bench.error)
+
+
+def test_a_walsender_that_works_is_not_given_up_for_waiting_now_and_then(bench: Bench) -> None:
+    """It decodes a huge transaction of other tables, and waits for a moment between two pieces of work."""
+    bench.stream.patience = 3600
+    for round in range(6):
+        seen = bench.canaries
+        bench.walsender = WalsenderProgress((7, "", "streaming"), waits=round % 2 == 0)
+        eventually(lambda seen=seen: bench.canaries > seen, "it is asked again")  # type: ignore[misc]
+    assert bench.error is None
 
 
 def test_what_ends_the_orderer_or_a_chore_ends_the_session(bench: Bench) -> None:
