@@ -238,7 +238,7 @@ def test_somebody_is_told_after_it_is_on_record(world: World, directory: Path) -
 
 def test_a_hook_that_hangs_does_not_stop_the_sink(world: World, directory: Path) -> None:
     release = threading.Event()
-    world.start(AuditSink(directory, on_violation=lambda _found: release.wait(30)))
+    world.start(AuditSink(directory, on_violation=lambda _found: release.wait(300)))
     last = world.add_many(3)
     eventually(lambda: world.reached("audit-sink", last))
     tamper(world, 1, 1)
@@ -339,7 +339,7 @@ def test_ids_are_committed_in_their_order(world: World, directory: Path) -> None
     assert second.is_alive()
     assert world.execute(FOUND) == []
     first.commit()
-    second.join(10)
+    second.join(60)
     assert [seq for _, _, seq, *_ in world.execute(FOUND)] == [1, 2]
     assert violations(directory) == [1, 2]
 
