@@ -159,3 +159,10 @@ def test_differences_are_named_by_column() -> None:
     assert changed(session="other", agent="other") == ["session_id", "agent_id"]
     assert changed(extras=(("tenant", "new"), (b"2", b"y"))) == ["tenant"]
     assert record.prev == NO_HASH
+    # What was said, and columns of the application's own, may have to be erased: of them it is the digests.
+    other = event(1, agent="other", payload='{"n": 2}', extras=(("tenant",), (None,)))
+    assert differences(record.fields(), record.sha256, other) == {
+        "agent_id": ("a", "other"),
+        "payload": tuple(sha256(text).hexdigest() for text in (b'{"n": 1.50}', b'{"n": 2}')),
+        "tenant": (sha256(b"1").hexdigest(), None),
+    }

@@ -36,7 +36,7 @@ class Finding:
     """An event that was delivered again and is no longer what is on record.
 
     Attributes:
-        columns: in which it differs: what each is on record, and what it is now (of the payload the digests).
+        columns: in which it differs: what each is on record, and what it is now (see ``record.differences``).
     """
 
     offset: int

@@ -278,8 +278,8 @@ def without_payload(line: bytes, erasure: int) -> bytes:
 
 
 def differences(fields: Mapping[str, Any], payload_digest: bytes, event: Event) -> dict[str, tuple[Any, Any]]:
-    """The columns in which ``event`` is not what is on record: what each is there, and what it is now. Of the payload
-    it is the digests.
+    """The columns in which ``event`` is not what is on record: what each is there, and what it is now. Of the payload,
+    and of columns of the application's own, it is the digests: what they hold can have to be erased.
 
     A column that only one of them has counts for nothing: the table may have been given it, or lost it, since.
 
@@ -301,9 +301,15 @@ def differences(fields: Mapping[str, Any], payload_digest: bytes, event: Event) 
     recorded: Mapping[str, Any] = fields.get("extras") or {}
     extras = event.extras
     found.update(
-        (name, (recorded[name], extras[name])) for name in extras if name in recorded and recorded[name] != extras[name]
+        (name, (_digest(recorded[name]), _digest(extras[name])))
+        for name in extras
+        if name in recorded and recorded[name] != extras[name]
     )
     return found
+
+
+def _digest(value: str | None) -> str | None:
+    return None if value is None else sha256(value.encode()).hexdigest()
 
 
 def is_another(fields: Mapping[str, Any], event: Event) -> bool:
