@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from walstream.engine.lanes import Selection, cut, lane_of
+from walstream.engine.lanes import BatchSize, Selection, cut, lane_of
 from walstream.engine.retry import Backoff, DeadlineExceeded, Fault, describe, judge, narrow
 from walstream.errors import ConnectionLost, Fenced, PayloadError, RetryLater, Unavailable
 from walstream.event import Commit, Event
@@ -137,6 +137,28 @@ def test_cutting_splits_only_what_is_larger_than_the_limit(sizes: list[int], lim
         if left[-1].commit is right[0].commit:  # split: then it is in the batch alone, and larger than the limit
             assert sum(event.commit is right[0].commit for event in events) > limit
             assert left[0].commit is left[-1].commit
+
+
+def test_batches_grow_where_projecting_is_quick_and_shrink_where_it_is_slow() -> None:
+    size = BatchSize(2000)
+    assert size.limit == 500
+    size.took(499, 0.001)  # not full: that it was quick says nothing about larger ones
+    assert size.limit == 500
+    for limit in (1000, 2000, 2000):
+        size.took(size.limit, 0.01)
+        assert size.limit == limit
+    size.took(2000, 0.2)
+    assert size.limit == 2000
+    for limit in (1000, 500, 500):
+        size.took(size.limit, 0.6)
+        assert size.limit == limit
+
+
+def test_a_small_batch_stays_what_the_projector_takes() -> None:
+    size = BatchSize(10)
+    for seconds in (0.001, 0.6, 0.001):
+        size.took(10, seconds)
+        assert size.limit == 10
 
 
 def test_metrics_only_rise_unless_they_are_set() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from walstream.config import Settings
 from walstream.errors import DecodeError, LedgerError
+from walstream.protocol.messages import Received
 
 from .intake import Intake
 from .liveness import Liveness, Look, Progress
@@ -34,7 +35,7 @@ class MessageStream(Protocol):
     backend_start: str
     patience: float
 
-    def drain(self, handle: Callable[[bytes, int], bool], limit: int) -> int: ...
+    def read(self, consume: Callable[[Iterator[Received]], None], limit: int) -> int: ...
     def wait(self, timeout: float) -> None: ...
     def wakeup(self) -> None: ...
     def note_commit(self, end_lsn: int) -> None: ...
@@ -126,7 +127,7 @@ class IngestSession:
         read = 0
         if orderer.has_room:
             try:
-                read = stream.drain(self._intake.handle, _DRAIN_LIMIT)
+                read = stream.read(self._intake.consume, _DRAIN_LIMIT)
             except (DecodeError, LedgerError):
                 # It comes again at every start, until somebody corrects something; what came before it must not wait
                 # for that, nor be read under what was corrected.

@@ -11,11 +11,12 @@ Rules kept here (numbers: docs/architecture.md, "The rules of ingest"):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from struct import error as StructError
 
 from walstream.config import Columns
-from walstream.errors import DecodeError, LedgerError
+from walstream.errors import DecodeError, LedgerError, WalstreamError
 from walstream.event import Commit, Row
 from walstream.lsn import format_lsn
 from walstream.protocol.decoder import Decoder
@@ -28,8 +29,10 @@ from walstream.protocol.ledger_row import (
     compile_seq_decoder,
     decode_begin,
     decode_commit,
+    unpack_begin,
+    unpack_commit,
 )
-from walstream.protocol.messages import Delete, Relation, Truncate, Update
+from walstream.protocol.messages import Delete, Received, Relation, Truncate, Update
 
 from .violations import ChangeLog, Violation
 
@@ -104,12 +107,13 @@ class Intake:
         self._burst = Burst()
         self._commit: Commit | None = None
         self._start = 0  # index of the open transaction's first row in the burst
-        self._inserts = 0  # ledger inserts of the open transaction so far, skipped ones included
+        self._inserts = 0  # ledger inserts of the open transaction that were skipped or handed on
         self._told = 0  # index of the open transaction's first violation in the burst
         self._changes: ChangeLog | None = None  # what it did besides inserting
         self._skip = 0
         self._tx_bytes = 0
         self._cut_off = False  # a piece of the open transaction was handed on already
+        self._ordinary = True  # the open transaction has nothing but new inserts in one piece
         self.passed = 0
         """End LSN of the newest commit that was received whole."""
 
@@ -118,21 +122,80 @@ class Intake:
         """Whether a Begin was received whose Commit was not."""
         return self._commit is not None
 
-    def handle(self, payload: bytes, lsn: int) -> bool:
-        """Take one message; ``False`` when a chunk is full and should be handed on before more is read.
+    def consume(self, messages: Iterator[Received]) -> None:
+        """Take messages until there are no more, or until a chunk is full and should be handed on before more is read.
 
         Raises:
             DecodeError: not what the protocol says.
             LedgerError: the ledger's shape no longer fits its mapping.
+        """
+        while (message := self._consume_ordinary(messages)) is not None:
+            if not self.handle(message.payload, message.data_start):
+                return
+
+    def _consume_ordinary(self, messages: Iterator[Received]) -> Received | None:
+        """Take messages up to the first that is not quite ordinary, and return that.
+
+        It says nothing that :meth:`handle` does not say; it is the same in one loop over local names, because nearly
+        all that a server sends is a transaction that begins, inserts and commits.
+        """
+        decoder_of, chunk, key_prefix, ordered = self._decoders.get, self._chunk, self._key_prefix, self._resume.lsn
+        burst = self._burst
+        rows, pieces = burst.rows, burst.pieces
+        commit, start, tx_bytes, nbytes, passed = self._commit, self._start, self._tx_bytes, burst.nbytes, self.passed
+        try:
+            for message in messages:
+                payload = message.payload
+                tag = payload[0] if payload else 0
+                try:
+                    if tag == INSERT:
+                        size = len(payload)
+                        decode = decoder_of(payload[1:5])
+                        if decode is None or self._skip or tx_bytes + size >= chunk:
+                            return message
+                        rows.append(decode(payload))
+                        tx_bytes += size
+                    elif tag == BEGIN:
+                        final_lsn, time_us, xid = unpack_begin(payload)
+                        if commit is not None or len(rows) != start or final_lsn <= ordered:
+                            return message
+                        commit = Commit(final_lsn, time_us, xid, key_prefix)
+                    elif tag == COMMIT:
+                        flags, commit_lsn, end_lsn, _ = unpack_commit(payload)
+                        if flags or commit is None or commit.lsn != commit_lsn or not self._ordinary:
+                            return message
+                        count = len(rows) - start
+                        if count:
+                            pieces.append((commit, count, end_lsn, count))
+                            nbytes += tx_bytes
+                            start += count
+                            tx_bytes = 0
+                        commit = None
+                        passed = end_lsn
+                        if nbytes >= chunk:
+                            return None
+                    else:
+                        return message
+                except (WalstreamError, StructError):
+                    return message  # to be decoded again, and to say where it stands
+        finally:
+            self._commit, self._start, self._tx_bytes = commit, start, tx_bytes
+            burst.nbytes, self.passed = nbytes, passed
+        return None
+
+    def handle(self, payload: bytes, lsn: int) -> bool:
+        """Take one message; ``False`` when a chunk is full and should be handed on before more is read.
+
+        Raises: as :meth:`consume`.
         """
         tag = payload[0] if payload else 0
         if tag == INSERT:
             decode = self._decoders.get(payload[1:5])
             if decode is None:
                 return self._insert_otherwise(payload, lsn)
-            self._inserts += 1
             if self._skip:
                 self._skip -= 1
+                self._inserts += 1
                 return True
             row = decode(payload, lsn)
             size = len(payload)
@@ -174,17 +237,11 @@ class Intake:
         if self._commit is not None or len(self._burst.rows) != self._start:
             raise DecodeError("a transaction begins inside another, or after rows of none", tag="B", lsn=lsn)
         self._commit = Commit(final_lsn, time_us, xid, self._key_prefix)
-        self._inserts = self._tx_bytes = 0
-        self._changes = None
-        self._cut_off = False
         resume = self._resume
-        if final_lsn < resume.lsn:
-            self._skip = _ALL
-        elif final_lsn == resume.lsn:
-            self._skip = resume.inserts
-            self._cut_off = resume.inserts > 0
-        else:
-            self._skip = 0
+        if final_lsn <= resume.lsn:
+            self._skip = _ALL if final_lsn < resume.lsn else resume.inserts
+            self._cut_off = final_lsn == resume.lsn and resume.inserts > 0
+            self._ordinary = False
 
     def _end(self, commit_lsn: int, end_lsn: int, _time_us: int, lsn: int) -> bool:
         commit = self._commit
@@ -195,11 +252,12 @@ class Intake:
             self._tell(self._changes.end())
         rows = len(burst.rows) - self._start
         if rows or self._cut_off or self._changes is not None:
-            burst.pieces.append((commit, rows, end_lsn, self._inserts))
+            burst.pieces.append((commit, rows, end_lsn, self._inserts + rows))
             burst.nbytes += self._tx_bytes
         self._start, self._told = len(burst.rows), len(burst.violations)
         self._commit = self._changes = None
-        self._tx_bytes = 0
+        self._inserts = self._tx_bytes = self._skip = 0
+        self._cut_off, self._ordinary = False, True
         self.passed = end_lsn
         return burst.nbytes < self._chunk
 
@@ -216,11 +274,13 @@ class Intake:
         if commit is None:
             raise DecodeError("an insert outside any transaction", tag="I")
         burst = self._burst
-        burst.pieces.append((commit, len(burst.rows) - self._start, 0, self._inserts))
+        rows = len(burst.rows) - self._start
+        self._inserts += rows
+        burst.pieces.append((commit, rows, 0, self._inserts))
         burst.nbytes += self._tx_bytes
         self._start, self._told = len(burst.rows), len(burst.violations)
         self._tx_bytes = 0
-        self._cut_off = True
+        self._cut_off, self._ordinary = True, False
 
     def _insert_otherwise(self, payload: bytes, lsn: int) -> bool:
         """An insert elsewhere, or into the ledger in a former shape."""
@@ -230,9 +290,9 @@ class Intake:
             if key not in self._ignored:
                 raise DecodeError("an insert into a relation that was never described", tag="I", lsn=lsn)
             return True
-        self._inserts += 1
         if self._skip:
             self._skip -= 1
+            self._inserts += 1
             return True
         self._strip((seq_of(payload, lsn), b"", b"", b"", b"", None, None), len(payload))
         return False
@@ -287,6 +347,7 @@ class Intake:
             return None
         if self._changes is None:
             self._changes = ChangeLog(commit, self._columns)
+            self._ordinary = False
         return self._changes
 
     def _tell(self, violations: Iterable[Violation]) -> None:

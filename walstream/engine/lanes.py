@@ -9,7 +9,7 @@ seeded anew in each process).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 from zlib import crc32
 
 from walstream.event import Event
@@ -58,6 +58,38 @@ class Selection:
         if lanes > 1:
             events = [event for event in events if crc32(event.row[1]) % lanes == lane]
         return events
+
+
+_FIRST_BATCH: Final = 500
+_QUICK: Final = 0.05
+_SLOW: Final = 0.5
+
+
+class BatchSize:
+    """How many events one lane hands over at once, at the most.
+
+    A batch costs a round trip or three to the server whatever its size, so where projecting is quick larger ones are
+    cheaper. Where it is slow they would only be long transactions, and much to be done again after a failure. So the
+    size doubles after a full batch that took less than 50 ms, and is halved after one that took more than half a
+    second; it begins at 500, and never falls below.
+
+    Args:
+        most: what the projector takes (``batch``).
+
+    Attributes:
+        limit: the size now.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.limit = min(most, _FIRST_BATCH)
+
+    def took(self, events: int, seconds: float) -> None:
+        """Learn from a batch that was delivered."""
+        if seconds > _SLOW:
+            self.limit = max(min(self._most, _FIRST_BATCH), self.limit // 2)
+        elif seconds < _QUICK and events >= self.limit:
+            self.limit = min(self._most, self.limit * 2)
 
 
 def cut(events: Sequence[Event], limit: int) -> Iterator[Sequence[Event]]:

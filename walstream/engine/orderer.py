@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from typing import Protocol
 
-from walstream.event import Commit, Event, Row
+from walstream.event import Event, Row
 from walstream.order.buffer import HotBuffer
 from walstream.order.reconcile import recovered_segments
 from walstream.order.segment import Segment
@@ -274,7 +274,7 @@ class Orderer:
             self._note_lowest(min(seqs))  # before others can see that they are ordered
             self._store.append(segment)
             self._seen.add(seqs)
-            self._publish(pieces, rows, stripped, nbytes)
+            self._publish(filled, rows, stripped, nbytes)
             self._last_lsn = segment.last_lsn
             self._partial_inserts = segment.partial_inserts
         end = next((piece[2] for piece in reversed(pieces) if piece[2]), 0)
@@ -296,18 +296,19 @@ class Orderer:
         with self._changed:
             self._lowest_seq = seq if self._lowest_seq is None else min(seq, self._lowest_seq)
 
-    def _publish(self, pieces: Sequence[Piece], rows: Sequence[Row], stripped: bool, nbytes: int) -> None:
+    def _publish(self, filled: Sequence[Piece], rows: Sequence[Row], stripped: bool, nbytes: int) -> None:
         offset = self._next
         self._next += len(rows)
         self.events += len(rows)
         if stripped:
             self._buffer.skip(self._next)  # payloads were not kept: projectors read this stretch from the ledger
             return
-        commits: list[Commit] = []
-        for piece in pieces:
-            commits += repeat(piece[0], piece[1])
+        if len(filled) == len(rows):
+            commits = [piece[0] for piece in filled]  # one event each
+        else:
+            commits = list(chain.from_iterable([repeat(piece[0], piece[1]) for piece in filled]))
         events = list(map(Event, count(offset), rows, commits))
-        self._buffer.publish(events, nbytes + _EVENT_BYTES * len(events) + _COMMIT_BYTES * len(pieces))
+        self._buffer.publish(events, nbytes + _EVENT_BYTES * len(events) + _COMMIT_BYTES * len(filled))
 
     def _order_recovered(self, found: Recovered) -> None:
         """Rule 11: durable before anybody sees them, because no slot can derive them again."""

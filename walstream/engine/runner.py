@@ -20,7 +20,7 @@ from walstream.source.failures import classify
 
 from .cursors import Cursors, StaleCursor
 from .delivery import Delivery, name_of
-from .lanes import Selection, cut
+from .lanes import BatchSize, Selection, cut
 from .parking import Parking
 from .projector import Options
 from .retry import CONFLICTS_FOR_FREE, Backoff, Fault, describe, judge, narrow
@@ -98,6 +98,7 @@ class LaneRunner:
         self._delivery: Delivery | None = None
         self._unparking: Unparking | None = None
         self._ticking = Ticking(desk, self, lane)
+        self._size = BatchSize(desk.options.batch)
         self._blocked: set[str] = set()
         self._progress = 0
         self.name = name_of(desk.options.name, lane)
@@ -163,9 +164,8 @@ class LaneRunner:
 
     def _read_and_deliver(self, source: EventSource) -> None:
         unparking = self._unparking = Unparking(self._desk, self, source, self._lane, self._lanes)
-        read_to = self._the_delivery.position
+        read_to, limit = self._the_delivery.position, max(self._desk.options.batch, READ_LIMIT)
         self._show_position()
-        limit = max(self._desk.options.batch, READ_LIMIT)
         flush_at = time.monotonic() + FLUSH_SECONDS
         try:
             while self._until is None or read_to < self._until:
@@ -208,11 +208,12 @@ class LaneRunner:
         self._desk.metrics.set("projector_position", position, projector=name, lane=str(self._lane))
 
     def _deliver_all(self, kept: Sequence[Event], through: int) -> None:
-        batches = list(cut(kept, self._desk.options.batch))
+        batches = list(cut(kept, self._size.limit))
         for batch in batches:
+            metrics, name, began = self._desk.metrics, self._desk.options.name, time.monotonic()
             self._handle(batch, through if batch is batches[-1] else batch[-1].offset)
+            self._size.took(len(batch), time.monotonic() - began)
             self._ticking.turn()
-            metrics, name = self._desk.metrics, self._desk.options.name
             metrics.add("projector_events_total", len(batch), projector=name)
             self._show_position()
             if committed := batch[-1].commit.time_us:
@@ -268,8 +269,7 @@ class LaneRunner:
 
     def _sort(self, events: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
         """Those that may be projected, and those that wait behind a parked one of their session."""
-        blocked = self._blocked
-        if not blocked:
+        if not (blocked := self._blocked):
             return events, ()
         flowing = [event for event in events if event.session_id not in blocked]
         return flowing, [event for event in events if event.session_id in blocked]

@@ -137,9 +137,11 @@ def encode_body(segment: Segment) -> bytes:
     segment.check()
     count = len(segment.seqs)
     numbers = (segment.seqs, segment.tx_sizes, segment.commit_lsns, segment.commit_times)
-    for values, (low, high) in zip(numbers, (_INT64, _POSITIVE, _UINT64, _INT64), strict=True):
-        if min(values) < low or max(values) > high:
-            raise ValueError(f"a number of the segment at offset {segment.first_offset} is out of range")
+    try:
+        for values, kind in zip(numbers, "qqQq", strict=True):
+            array(kind, values)  # refuses what has more than 64 bits
+    except OverflowError:
+        raise ValueError(f"a number of the segment at offset {segment.first_offset} is out of range") from None
     if count <= _LIST_LIMIT:
         out = bytearray((_LIST,))
         _put_unsigned(out, count)
@@ -319,13 +321,14 @@ def _put_column(out: bytearray, values: Sequence[int], *, delta: bool) -> bytes:
     elements: Sequence[int] = values
     if delta:
         elements = list(map(sub, values[1:], values))
-    low, high = (min(elements), max(elements)) if elements else (0, 0)
-    if low == high:
+    first = elements[0] if elements else 0
+    if elements.count(first) == len(elements):
         out.append(_CONSTANT | (_DELTA if delta else 0))
         _put_signed(out, base)
         if delta:
-            _put_signed(out, low)
+            _put_signed(out, first)
         return b""
+    low, high = min(elements), max(elements)
     if delta:
         scale = math.gcd(*elements)
         if scale != 1:

@@ -37,6 +37,8 @@ __all__ = [
     "compile_seq_decoder",
     "decode_begin",
     "decode_commit",
+    "unpack_begin",
+    "unpack_commit",
 ]
 
 # Type OIDs (pg_type.dat). User types start at 16384 (FirstNormalObjectId): a domain over an integer is one.
@@ -54,6 +56,11 @@ _NULL: Final = 0x6E  # `n`
 
 _begin = Struct(">BQqI").unpack
 _commit = Struct(">BBQQq").unpack
+
+unpack_begin: Final = Struct(">xQqI").unpack
+"""(final_lsn, commit_time_us, xid) of what is a Begin message by its letter; ``struct.error`` if its length is not."""
+unpack_commit: Final = Struct(">xBQQq").unpack
+"""(flags, commit_lsn, end_lsn, commit_time_us) of a Commit message, in the same way."""
 
 _Unpack = Callable[..., tuple[Any, ...]]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 
 class Unchanged(Enum):
@@ -40,6 +40,16 @@ Value: TypeAlias = bytes | Binary | Unchanged | None
 
 TupleData: TypeAlias = tuple[Value, ...]
 """The columns of one row, in the order of the relation's ``columns``."""
+
+
+class Received(Protocol):
+    """A message as it comes from the server: pgoutput's bytes, and where they stand in the WAL (0/0 for relation
+    messages). ``psycopg2.extras.ReplicationMessage`` is one."""
+
+    @property
+    def payload(self) -> bytes: ...
+    @property
+    def data_start(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -357,3 +357,18 @@ def _words(error: BaseException) -> str:
     else:
         parts = [str(error)]
     return "; ".join(" ".join(part.split()) for part in parts if part) or type(error).__name__
+
+
+def younger_publication(words: str, slot: str) -> SlotGone:
+    """The error where the publication was not there at the position that the slot reads.
+
+    Args:
+        words: how the server put it.
+        slot: its name.
+    """
+    return SlotGone(
+        f"{words}. If it is there now, it is younger than the slot's position: decoding uses the catalogues as "
+        "they were when each change was made",
+        hint=f"SELECT pg_drop_replication_slot('{slot}'), then `walstream init`; the reconciler takes what "
+        "the slot could not deliver from the ledger",
+    )

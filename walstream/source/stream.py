@@ -28,7 +28,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final
 
 import psycopg2
@@ -37,12 +37,13 @@ from psycopg2.extensions import connection as Connection
 from psycopg2.extras import LogicalReplicationConnection
 
 from walstream.config import Settings
-from walstream.errors import ConnectionLost, SlotError, SlotGone, Stalled, WalstreamError
+from walstream.errors import ConnectionLost, SlotError, Stalled, WalstreamError
 from walstream.lsn import format_lsn, parse_lsn
+from walstream.protocol.messages import Received
 from walstream.source.answers import answered_within
 from walstream.source.connection import FIRST_ANSWERS, give_up_unacknowledged, replication_connect
 from walstream.source.facts import WalsenderProgress, slot_facts, walsender_progress
-from walstream.source.failures import classify
+from walstream.source.failures import classify, younger_publication
 from walstream.source.slots import create_on, start_command
 
 MIN_TIMEOUT: Final = 30.0
@@ -107,7 +108,7 @@ class ReplicationStream:
         self._confirms = 0
         self._sent_passed = 0
         self._sent_at = self._due = self._last_wait = self.last_heard
-        self._burst = 0
+        self._burst = self._count = 0
         self._feedback_every = DEFAULT_TIMEOUT / 6
         self._stall_after = float("inf")
 
@@ -160,13 +161,19 @@ class ReplicationStream:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def drain(self, handle: Callable[[bytes, int], bool], limit: int) -> int:
-        """Read what is there and hand each message over; return how many.
+        """As :meth:`read`, with each message's payload and position for ``handle``, until that returns False."""
 
-        Ends when nothing is left to read now, after ``limit`` messages, or when ``handle`` returns False.
+        def consume(messages: Iterator[Received]) -> None:
+            all(handle(message.payload, message.data_start) for message in messages)
+
+        return self.read(consume, limit)
+
+    def read(self, consume: Callable[[Iterator[Received]], None], limit: int) -> int:
+        """Read what is there; return how many messages that were.
 
         Args:
-            handle: called with (payload, data_start) of each message: pgoutput's bytes, and where they stand in the WAL
-                (0/0 for relation messages).
+            consume: is given an iterator that reads a message at each step, and ends when nothing is left to read now
+                or after ``limit`` messages. It may stop before.
 
         Raises:
             Stalled: this process stood still for too long; the connection is closed, unread.
@@ -174,34 +181,38 @@ class ReplicationStream:
                 closed, whatever psycopg2 thinks of it.
         """
         self._require_open()
-        clock = time.monotonic
-        read = self._reader.read_message
-        due = self._due
-        count = 0
-        now = self.last_heard
-        while count < limit:
-            now = clock()
-            if now >= due:
-                due = self._beat(now)
-            try:
-                message = read()
-            except psycopg2.Error as error:
-                raise self._failed(error) from error
-            if message is None:
-                break
-            count += 1
-            if not handle(message.payload, message.data_start):
-                break
-        if count:
-            self.last_heard = now
-            self._burst += count
+        self._count = 0
+        with contextlib.closing(self._messages(limit)) as messages:
+            consume(messages)
+        self._burst += self._count
         if self._warns:
             self._look_at_warnings()
         position = self._reader.wal_end
         if position > self.passed:  # a keepalive's; a message's own is below the commits that came before it
             self.passed = position
-            self.last_heard = now
-        return count
+            self.last_heard = time.monotonic()
+        return self._count
+
+    def _messages(self, limit: int) -> Generator[Received, None, None]:
+        clock, read = time.monotonic, self._reader.read_message
+        due, now = self._due, self.last_heard
+        count = 0
+        try:
+            while count < limit:
+                now = clock()
+                if now >= due:
+                    due = self._beat(now)
+                message = read()
+                if message is None:
+                    return
+                count += 1
+                yield message
+        except psycopg2.Error as error:
+            raise self._failed(error) from error
+        finally:
+            self._count = count
+            if count:
+                self.last_heard = now
 
     def wait(self, timeout: float) -> None:
         """Wait until something arrives, :meth:`wakeup` is called, feedback is due, or ``timeout`` (seconds) is over.
@@ -327,9 +338,7 @@ class ReplicationStream:
             " FROM pg_stat_get_activity(pg_backend_pid())"
         )
         self.backend_pid, self.backend_start, milliseconds = fetch()
-        timeout = float(milliseconds) / 1000
-        if 0 < timeout < MIN_TIMEOUT:
-            timeout = MIN_TIMEOUT
+        timeout = max(milliseconds / 1000, MIN_TIMEOUT) if milliseconds else 0.0
         execute(f"SET wal_sender_timeout = {timeout * 1000:.0f}")  # in any case: no reload may change it meanwhile
         return timeout
 
@@ -360,9 +369,7 @@ class ReplicationStream:
             self._acknowledger.send_feedback(write_lsn=passed, flush_lsn=self._wanted, force=True)
         except psycopg2.Error as error:
             raise self._failed(error) from error
-        self.confirmed = self._wanted
-        self._sent_passed = passed
-        self._confirms = 0
+        self.confirmed, self._sent_passed, self._confirms = self._wanted, passed, 0
         self._sent_at = now
         self._due = now + self._feedback_every
         return self._due
@@ -374,7 +381,7 @@ class ReplicationStream:
     def _failed(self, error: BaseException) -> WalstreamError:
         failure = classify(error, doing=self._doing)
         if isinstance(error, psycopg2.Error) and error.pgcode == UNDEFINED_OBJECT and "publication" in str(error):
-            failure = self._younger(str(failure))
+            failure = younger_publication(str(failure), self._slot)
         self.close()
         return failure
 
@@ -388,12 +395,4 @@ class ReplicationStream:
             notices.clear()
             if found:
                 self.close()
-                raise self._younger(f"{self._doing}: {' '.join(found.split())}")
-
-    def _younger(self, words: str) -> SlotGone:
-        return SlotGone(
-            f"{words}. If it is there now, it is younger than the slot's position: decoding uses the catalogues as "
-            "they were when each change was made",
-            hint=f"SELECT pg_drop_replication_slot('{self._slot}'), then `walstream init`; the reconciler takes what "
-            "the slot could not deliver from the ledger",
-        )
+                raise younger_publication(f"{self._doing}: {' '.join(found.split())}", self._slot)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from walstream.engine.liveness import Progress
+
+
+class ScriptedMessage(NamedTuple):
+    """A message of the stream."""
+
+    payload: bytes
+    data_start: int
 
 
 class ScriptedStream:
@@ -48,17 +56,18 @@ class ScriptedStream:
         self._failure = error
         self._woken.set()
 
-    def drain(self, handle: Callable[[bytes, int], bool], limit: int) -> int:
+    def read(self, consume: Callable[[Iterator[ScriptedMessage]], None], limit: int) -> int:
         if self._failure is not None:
             raise self._failure
-        count = 0
-        while self._messages and count < limit:
-            payload, lsn = self._messages.popleft()
-            count += 1
+        before = len(self._messages)
+        consume(self._play(limit))
+        return before - len(self._messages)
+
+    def _play(self, limit: int) -> Iterator[ScriptedMessage]:
+        while self._messages and limit > 0:
+            limit -= 1
             self.last_heard = time.monotonic()
-            if not handle(payload, lsn):
-                break
-        return count
+            yield ScriptedMessage(*self._messages.popleft())
 
     def wait(self, timeout: float) -> None:
         self._woken.wait(timeout)
