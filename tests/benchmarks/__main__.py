@@ -19,6 +19,7 @@ _NAMES: Final = {
     "handoff": "from a handoff's commit to the handler in another process, beside other queues",
     "standby": "how long events wait until a stand-by has taken over",
     "rebuild": "what a rebuild of a session costs, and the snapshot writer",
+    "plot": "no benchmark: charts of what drain, latency, scale and sustained printed with --json",
 }
 
 

@@ -9,36 +9,28 @@ run --no-ingest` brings it up in a process of its own, in order, from `commit_or
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Final
 
-from tests.benchmarks.draining import by_walstream
+from tests.benchmarks import document
+from tests.benchmarks.draining import Drained, by_walstream, summary
 from tests.benchmarks.filled_ledger import FilledLedger
 from tests.benchmarks.shapes import SHAPES, Shape
 
+THROUGH_SLOT: Final = "through the slot"
+COLD: Final = "cold"
 
-def measure(shape: Shape, events: int, runs: int) -> dict[str, Any]:
+
+def measure(shape: Shape, events: int, runs: int) -> document.Figures:
     """Medians of both, and of their ratio."""
-    through_slot, cold = [], []
+    found: dict[str, list[Drained]] = {THROUGH_SLOT: [], COLD: []}
     with FilledLedger(shape, events) as ledger:
         for number in range(runs):
             print(f"{shape.name}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
-            through_slot.append(by_walstream(ledger))
-            cold.append(by_walstream(ledger, cold=True))
-    return {
-        "events": events,
-        "slot_events_per_s": round(statistics.median(events / run.seconds for run in through_slot)),
-        "cold_events_per_s": round(statistics.median(events / run.seconds for run in cold)),
-        "ratio": round(
-            statistics.median(slow.seconds / fast.seconds for slow, fast in zip(through_slot, cold, strict=True)), 2
-        ),
-        "cold_client_cpu_us": round(statistics.median(run.client_cpu for run in cold) / events * 1e6, 2),
-        "cold_rss_mb": round(max(run.rss_mb for run in cold)),
-        "runs": runs,
-    }
+            found[THROUGH_SLOT].append(by_walstream(ledger))
+            found[COLD].append(by_walstream(ledger, cold=True))
+    return summary(found, events, first=THROUGH_SLOT)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -52,15 +44,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args(words)
     events = 50_000 if given.quick else given.events
+    machine = document.machine()
     found = {name: measure(SHAPES[name], events, given.runs) for name in given.shapes.split(",")}
     if given.json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("catchup", machine, {"shapes": found})
         return 0
     print(f"{'':40}{'through the slot':>18}{'cold':>10}{'ratio':>7}{'CPU us':>8}{'MB':>6}")
-    for name, each in found.items():
+    for name, ways in found.items():
+        cold = ways[COLD]
         print(
-            f"{SHAPES[name].title:40}{each['slot_events_per_s']:>16,}/s{each['cold_events_per_s']:>8,}/s"
-            f"{each['ratio']:>7.2f}{each['cold_client_cpu_us']:>8.2f}{each['cold_rss_mb']:>6}"
+            f"{SHAPES[name].title:40}{ways[THROUGH_SLOT]['events_per_s']:>16,}/s{cold['events_per_s']:>8,}/s"
+            f"{cold['ratio']:>7.2f}{cold['client_cpu_us']:>8.2f}{cold['rss_mb']:>6}"
         )
+    print(document.described(machine))
     return 0

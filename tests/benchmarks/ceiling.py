@@ -11,7 +11,6 @@ With --limit the exit code is 1 if the ratio of any shape is above it: a guard f
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import struct
 import sys
@@ -19,15 +18,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from psycopg2.extensions import make_dsn, parse_dsn
 
-from tests.benchmarks import mock_walsender
+from tests.benchmarks import document, mock_walsender
 from tests.benchmarks.draining import Drained, by_walstream
 from tests.benchmarks.filled_ledger import FilledLedger
 from tests.benchmarks.processes import Processes
 from tests.benchmarks.shapes import SHAPES, Shape
+
+Figures = document.Figures
 
 GOALS: Final = {"A": 5.0, "B": 3.0}
 """Microseconds an event."""
@@ -70,7 +71,7 @@ def once(ledger: FilledLedger, recording: Path) -> tuple[Drained, float]:
     return found, (before + calibration()) / 2
 
 
-def measure(shape: Shape, events: int, runs: int) -> dict[str, Any]:
+def measure(shape: Shape, events: int, runs: int) -> Figures:
     """The median of several runs."""
     with FilledLedger(shape, events) as ledger, tempfile.TemporaryDirectory() as folder:
         recording = Path(folder) / "recording"
@@ -97,7 +98,7 @@ def measure(shape: Shape, events: int, runs: int) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def show(found: Figures) -> None:
     print("client only, microseconds of processor time an event; the loop's step; their ratio; peak memory")
     for name, each in found.items():
         goal = f"  (goal {GOALS[name]:g})" if name in GOALS else ""
@@ -120,16 +121,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--limit", type=float, help="exit with 1 if a ratio to the loop is above it")
     given = parser.parse_args(words)
+    machine = document.machine()
     found = {}
     for name in given.shapes.split(","):
         shape = SHAPES[name]
         events = given.events or (shape.events // 5 if given.quick else shape.events)
         found[name] = measure(shape, events, 1 if given.quick else given.runs)
     if given.json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("ceiling", machine, {"shapes": found})
     else:
         show(found)
+        print(document.described(machine))
     above = [name for name, each in found.items() if given.limit and each["ratio_to_loop"] > given.limit]
     if above:
         print(f"above the limit of {given.limit:g}: {', '.join(above)}", file=sys.stderr)

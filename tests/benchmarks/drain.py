@@ -12,17 +12,13 @@ every payload, and other clients as far as they are installed. Figures are media
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from tests.benchmarks import peers
-from tests.benchmarks.draining import Drained, by_recvlogical, by_walstream
+from tests.benchmarks import document, peers
+from tests.benchmarks.draining import Drained, by_recvlogical, by_walstream, summary
 from tests.benchmarks.filled_ledger import PUBLICATION, FilledLedger
 from tests.benchmarks.shapes import SHAPES, Shape
 
@@ -32,7 +28,7 @@ _OPTIONS: Final = ["-o", "proto_version=1", "-o", f"publication_names={PUBLICATI
 _SELDOM: Final = ["--status-interval=10", "--fsync-interval=10"]  # the defaults, said aloud
 
 Run = Callable[[], Drained]
-Figures = dict[str, Any]
+Figures = document.Figures
 
 
 def contenders(ledger: FilledLedger, *, tcp: bool, others: bool) -> dict[str, Run]:
@@ -59,37 +55,14 @@ def measure(shape: Shape, events: int, transports: Sequence[str], runs: int, *, 
                 for name, run in taking_part.items():
                     _tell(f"{shape.name} over {transport}, run {number + 1} of {runs}: {name}")
                     results[name].append(run())
-            found[transport] = summary(results, events)
-    return found
-
-
-def summary(results: dict[str, list[Drained]], events: int) -> Figures:
-    """Medians, and ratios to the better `pg_recvlogical` of the same round."""
-    rounds = range(len(results[FIRST]))
-    best = [
-        min(drained[each].seconds for name, drained in results.items() if name.startswith(FIRST)) for each in rounds
-    ]
-    found: Figures = {}
-    for name, drained in results.items():
-        rates = [events / run.seconds for run in drained]
-        ratios = [first / run.seconds for first, run in zip(best, drained, strict=True)]
-        senders = [run.walsender_cpu for run in drained if run.walsender_cpu is not None]
-        found[name] = {
-            "events_per_s": round(statistics.median(rates)),
-            "spread": [round(min(rates)), round(max(rates))],
-            "ratio": round(statistics.median(ratios), 2),
-            "client_cpu_us": round(statistics.median(run.client_cpu for run in drained) / events * 1e6, 2),
-            "walsender_cpu_us": round(statistics.median(senders) / events * 1e6, 2) if senders else None,
-            "rss_mb": round(max(run.rss_mb for run in drained)),
-            "runs": len(drained),
-        }
+            found[transport] = summary(results, events, first=FIRST)
     return found
 
 
 def show(found: Figures) -> None:
     """The figures as a table."""
     print(f"{'':44}{'events/s':>10}{'(least to greatest)':>22}{'ratio':>7}{'CPU us':>8}{'walsender':>11}{'MB':>6}")
-    for shape, transports in found["shapes"].items():
+    for shape, transports in found.items():
         for transport, names in transports.items():
             print(f"{SHAPES[shape].title}, {transport}")
             for name, each in names.items():
@@ -99,11 +72,6 @@ def show(found: Figures) -> None:
                     f"  {name:42}{each['events_per_s']:>10,}{f'({low:,} to {high:,})':>22}{each['ratio']:>7.2f}"
                     f"{each['client_cpu_us']:>8.2f}{sender:>11}{each['rss_mb']:>6}"
                 )
-    machine = found["machine"]
-    print(
-        f"PostgreSQL {machine['postgres']}, Python {machine['python']}, {machine['cores']} cores,"
-        f" load {machine['load']}"
-    )
 
 
 def _tell(what: str) -> None:
@@ -123,25 +91,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args(words)
     names = ["A", "B"] if given.quick else given.shapes.split(",")
-    load = os.getloadavg()[0]
-    shapes: dict[str, Any] = {}
+    machine = document.machine()
+    shapes: Figures = {}
     for name in names:
         events = given.events or SHAPES[name].events // (10 if given.quick else 1)
         runs = 1 if given.quick else given.runs
         others = not (given.quick or given.without_others)
         shapes[name] = measure(SHAPES[name], events, given.transport.split(","), runs, others=others)
-    found = {
-        "shapes": shapes,
-        "machine": {
-            "cores": os.cpu_count(),
-            "load": round(load, 2),
-            "postgres": FilledLedger(SHAPES["A"]).server.version,
-            "python": platform.python_version(),
-        },
-    }
     if given.json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("drain", machine, {"shapes": shapes})
     else:
-        show(found)
+        show(shapes)
+        print(document.described(machine))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tests.benchmarks import drained_receipt
+from tests.benchmarks import document, drained_receipt
 from tests.benchmarks.filled_ledger import SLOT, FilledLedger
 from tests.benchmarks.processes import Processes, cpu_seconds_of
 
@@ -131,3 +132,31 @@ def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = 
         raise RuntimeError(f"pg_recvlogical ended with {process.returncode}: {said}")
     per_kib = 1 if sys.platform == "linux" else 1024
     return Drained(moment - began, usage.ru_utime + usage.ru_stime, cpu, usage.ru_maxrss / per_kib / 1024)
+
+
+def summary(results: Mapping[str, Sequence[Drained]], events: int, *, first: str) -> document.Figures:
+    """Medians by contender, and ratios of events a second, each within its own round.
+
+    Args:
+        results: a run in each round, by contender.
+        first: ratios are to the contenders whose names begin so, and to the fastest of them.
+    """
+    of_first = [runs for name, runs in results.items() if name.startswith(first)]
+    best = [min(run.seconds for run in each) for each in zip(*of_first, strict=True)]
+    found: document.Figures = {}
+    for name, drained in results.items():
+        rates = [events / run.seconds for run in drained]
+        ratios = [quickest / run.seconds for quickest, run in zip(best, drained, strict=True)]
+        senders = [run.walsender_cpu for run in drained if run.walsender_cpu is not None]
+        found[name] = {
+            "events": events,
+            "events_per_s": round(statistics.median(rates)),
+            "spread": [round(min(rates)), round(max(rates))],
+            "ratio": round(statistics.median(ratios), 2),
+            "ratios": [round(ratio, 3) for ratio in ratios],
+            "client_cpu_us": round(statistics.median(run.client_cpu for run in drained) / events * 1e6, 2),
+            "walsender_cpu_us": round(statistics.median(senders) / events * 1e6, 2) if senders else None,
+            "rss_mb": round(max(run.rss_mb for run in drained)),
+            "runs": len(drained),
+        }
+    return found

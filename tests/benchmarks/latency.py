@@ -10,17 +10,15 @@ With the visibility gate: when the handler is entered, everybody sees the row. T
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tests.benchmarks import load, noted
+from tests.benchmarks import document, load, noted
 from tests.benchmarks.filled_ledger import FilledLedger
 from tests.benchmarks.processes import Processes
 from tests.benchmarks.shapes import SHAPES
@@ -35,7 +33,7 @@ _CLIENTS: Final = 8
 _PATIENCE: Final = 30.0
 _POINTS: Final = (("p50", 0.5), ("p99", 0.99), ("p999", 0.999))
 
-Figures = dict[str, Any]
+Figures = document.Figures
 
 
 class Measuring:
@@ -60,6 +58,7 @@ class Measuring:
                 cpu = processes.cpu_seconds() or 0.0
                 sent = self._append(way, file, processes, rate, seconds)
                 cpu = (processes.cpu_seconds() or 0.0) - cpu
+                rss = processes.rss_mb()
             finally:
                 processes.stop()
             entered = noted.read(file, self._run)
@@ -70,6 +69,7 @@ class Measuring:
             "missing": len(sent) - len(found),
             "held_per_second": round(len(sent) / seconds),
             "client_cpu_us": round(cpu / len(sent) * 1e6, 1),
+            "rss_mb": round(rss),
         }
 
     def _append(
@@ -109,7 +109,10 @@ def measure(rates: Sequence[float], seconds: float, runs: int) -> Figures:
                 for way in WAYS:
                     print(f"{way} at {rate:g} a second, run {number + 1} of {runs}", file=sys.stderr, flush=True)
                     results.setdefault(way, {}).setdefault(f"{rate:g}", []).append(measuring.once(way, rate, seconds))
-    return {way: {rate: _median(several) for rate, several in by_rate.items()} for way, by_rate in results.items()}
+    return {
+        way: {rate: {**_median(several), "runs": len(several)} for rate, several in by_rate.items()}
+        for way, by_rate in results.items()
+    }
 
 
 def _median(runs: Sequence[Figures]) -> Figures:
@@ -124,14 +127,14 @@ def _median(runs: Sequence[Figures]) -> Figures:
 def show(found: Figures) -> None:
     """The figures as a table."""
     print(f"milliseconds to the handler{'':13}{'a second':>10}{'sent: p50':>11}{'p99':>8}{'p99.9':>8}", end="")
-    print(f"{'returned: p50':>16}{'p99':>8}{'p99.9':>8}{'CPU us':>9}{'missing':>9}")
+    print(f"{'returned: p50':>16}{'p99':>8}{'p99.9':>8}{'CPU us':>9}{'MB':>6}{'missing':>9}")
     for way, by_rate in found.items():
         for rate, each in by_rate.items():
             later = each["from_commit"]
             print(
                 f"{way:40}{rate:>10}{each['p50']:>11.2f}{each['p99']:>8.2f}{each['p999']:>8.2f}"
                 f"{later['p50']:>16.2f}{later['p99']:>8.2f}{later['p999']:>8.2f}"
-                f"{each['client_cpu_us']:>9.1f}{each['missing']:>9.0f}"
+                f"{each['client_cpu_us']:>9.1f}{each['rss_mb']:>6.0f}{each['missing']:>9.0f}"
                 + ("" if each["held_per_second"] > 0.95 * float(rate) else f"  only {each['held_per_second']:g} sent")
             )
 
@@ -147,11 +150,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args(words)
     rates = [float(rate) for rate in given.rates.split(",")]
-    load_then = os.getloadavg()[0]
+    machine = document.machine()
     found = measure(rates, 2.0 if given.quick else given.seconds, 1 if given.quick else given.runs)
     if given.json:
-        json.dump({"ways": found, "load": load_then}, sys.stdout, indent=2)
-        print()
+        document.write("latency", machine, {"ways": found})
     else:
         show(found)
+        print(document.described(machine))
     return 0

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from tests.benchmarks import document
 from tests.benchmarks.draining import by_walstream
 from tests.benchmarks.filled_ledger import FilledLedger
 from tests.benchmarks.shapes import SHAPES, Shape
@@ -31,7 +31,7 @@ _BYTES: Final = (
     "SELECT sum(pg_column_size(c.*)), pg_total_relation_size('walstream.commit_order') FROM walstream.commit_order AS c"
 )
 
-Figures = dict[str, Any]
+Figures = document.Figures
 
 
 def drained(shape: Shape, events: int, *, projectors: int = 1, sessions: int = 1000) -> Figures:
@@ -46,6 +46,10 @@ def drained(shape: Shape, events: int, *, projectors: int = 1, sessions: int = 1
         wal = ledger.wal_bytes() - before
         ((rows, relation),) = ledger.execute(_BYTES)
     return {
+        "shape": shape.name,
+        "events": events,
+        "projectors": projectors,
+        "sessions": sessions,
         "events_per_s": round(events / run.seconds),
         "client_cpu_us": round(run.client_cpu / events * 1e6, 2),
         "order_bytes": round(float(str(rows)) / events, 3),
@@ -96,6 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
     sizes = [20_000] if given.quick else _numbers(given.events)
     few = 20_000 if given.quick else _FEW
     a, b = SHAPES["A"], SHAPES["B"]
+    machine = document.machine()
     found = {
         "events": {f"{shape.name} {n:,}": drained(shape, n) for shape in (a, b) for n in sizes},
         "projectors": {str(n): drained(b, few, projectors=n) for n in _numbers(given.projectors)},
@@ -103,8 +108,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "compaction": compacted(_SINGLE // 10 if given.quick else _SINGLE),
     }
     if given.json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("scale", machine, found)
         return 0
     for title in ("events", "projectors", "sessions"):
         print(f"{title:16}{'events/s':>12}{'CPU us':>10}{'order bytes':>13}{'WAL bytes':>11}{'MB':>6}")
@@ -118,6 +122,7 @@ def main(words: Sequence[str] | None = None) -> int:
         f"one event a row: {each['bytes_before']} bytes, {each['bytes_after']} after compaction, which took"
         f" {each['compaction_us']} us an event"
     )
+    print(document.described(machine))
     return 0
 
 

@@ -11,7 +11,6 @@ tenth of each stretch. The same load beside `pg_recvlogical`, which writes nothi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,14 +19,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from psycopg2.extensions import make_dsn
 
-from tests.benchmarks import load, noted
+from tests.benchmarks import document, load, noted
 from tests.benchmarks.filled_ledger import PUBLICATION, SLOT, FilledLedger
 from tests.benchmarks.processes import Processes
 from tests.benchmarks.shapes import SHAPES
+
+Figures = document.Figures
 
 _TARGET: Final = "tests.benchmarks.latency_stream:stream"
 _CLIENTS: Final = 8
@@ -36,9 +37,7 @@ _BOUNDED: Final = 1.0
 """Seconds: with less lag than this at the end, the consumer kept up."""
 
 
-def stretch(
-    ledger: FilledLedger, processes: Processes, notes: Path, run: int, rate: float, seconds: float
-) -> dict[str, Any]:
+def stretch(ledger: FilledLedger, processes: Processes, notes: Path, run: int, rate: float, seconds: float) -> Figures:
     """Append for a while; how far behind the consumer was at the end.
 
     Raises:
@@ -87,9 +86,9 @@ def _append(ledger: FilledLedger, run: int, rate: float, seconds: float) -> dict
     return load.append(ledger.server.bin_dir, dsn, run=run, rate=rate, seconds=seconds, clients=_CLIENTS)
 
 
-def measure(rates: Sequence[float], seconds: float, lasting: float) -> dict[str, Any]:
+def measure(rates: Sequence[float], seconds: float, lasting: float) -> Figures:
     """Every rate once; with ``lasting`` (seconds) the first one again and again."""
-    results: list[dict[str, Any]] = []
+    results: list[Figures] = []
     with FilledLedger(SHAPES["A"], 0) as ledger, tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         ledger.reset()
@@ -97,15 +96,16 @@ def measure(rates: Sequence[float], seconds: float, lasting: float) -> dict[str,
         processes.start("walstream", "run", _TARGET)
         try:
             stretch(ledger, processes, notes, 1, 100, 2)
-            ends = time.monotonic() + lasting
+            began = time.monotonic()
             run = 1
             while True:
                 for rate in rates:
                     run += 1
                     found = stretch(ledger, processes, notes, run, rate, seconds)
+                    found["after_s"] = round(time.monotonic() - began, 1)
                     results.append(found)
                     print(_line(found), file=sys.stderr, flush=True)
-                if time.monotonic() >= ends:
+                if time.monotonic() >= began + lasting:
                     break
                 notes.write_bytes(b"")
         finally:
@@ -114,10 +114,15 @@ def measure(rates: Sequence[float], seconds: float, lasting: float) -> dict[str,
             for found in results:
                 found["beside_recvlogical"] = beside_recvlogical(ledger, found["rate"], seconds)
     kept = [found["held_per_second"] for found in results if found["kept_up"]]
-    return {"stretches": results, "sustained_per_second": max(kept, default=0)}
+    return {
+        "lasting_s": lasting,
+        "bound_s": _BOUNDED,
+        "stretches": results,
+        "sustained_per_second": max(kept, default=0),
+    }
 
 
-def _line(found: dict[str, Any]) -> str:
+def _line(found: Figures) -> str:
     wanted = f"{found['rate']:,.0f}" if found["rate"] else "all"
     beside = f"{found['beside_recvlogical']:>12,}" if "beside_recvlogical" in found else ""
     return (
@@ -137,13 +142,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args(words)
     rates = [float(rate) for rate in given.rates.split(",")]
+    machine = document.machine()
     found = measure(rates, 3.0 if given.quick else given.seconds, given.lasting)
     if given.json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("sustained", machine, found)
         return 0
     print(f"{'wanted':>10}{'a second':>10}{'lag':>12}{'CPU us':>10}{'memory':>11}{'with pg_recvlogical':>22}")
     for each in found["stretches"]:
         print(_line(each))
     print(f"sustained with less than {_BOUNDED:g} s of lag: {found['sustained_per_second']:,} a second")
+    print(document.described(machine))
     return 0
