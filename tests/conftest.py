@@ -14,10 +14,12 @@ Under pytest-xdist each worker has a server of its own, because slots belong to 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from walstream.errors import ConfigError
 from walstream.postgres import PostgresServer
 from walstream.postgres.binaries import find_binaries
 from walstream.postgres.server import Setting, execute
+from walstream.postgres.workspace import run_as
 
 TEST_DSN = "WALSTREAM_TEST_DSN"
 TEST_IMAGE = "WALSTREAM_TEST_IMAGE"
@@ -190,24 +193,57 @@ def database(server: Server, request: pytest.FixtureRequest) -> Iterator[Databas
         made.drop()
 
 
+class CopiedServer(PostgresServer):
+    """A server whose data are a copy of what initdb made once, with the same system identifier."""
+
+    template: Path
+
+    def _run(self, program: str, *words: str | Path, timeout: float) -> subprocess.CompletedProcess[str]:
+        if program != "initdb":
+            return super()._run(program, *words, timeout=timeout)
+        command = ["cp", "-a", f"{self.template}/.", str(self.data_dir)]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd="/", timeout=timeout, check=False, **run_as(self._account)
+        )
+
+
+@pytest.fixture(scope="session")
+def initialized() -> Iterator[Path]:
+    """The data directory of a server that is never started."""
+    made = PostgresServer(durable=False)
+    try:
+        made.init()
+        yield made.data_dir
+    finally:
+        made.destroy()
+
+
 @pytest.fixture
 def own_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., PostgresServer]]:
-    """Makes and starts servers that a test may stop, crash and reconfigure: ``own_server(wal_sender_timeout="2s")``."""
+    """Makes and starts servers that a test may stop, crash and reconfigure: ``own_server(wal_sender_timeout="2s")``.
+
+    Each has an identity of its own: a test's first one is a copy, for initdb takes most of the time; others are not.
+    """
     with contextlib.ExitStack() as stack:
+        kinds = itertools.chain([CopiedServer], itertools.repeat(PostgresServer))
 
         def make(**settings: Setting) -> PostgresServer:
-            made = _made_like(request, settings)
+            made = _made_like(request, next(kinds), settings)
+            if isinstance(made, CopiedServer):
+                made.template = request.getfixturevalue("initialized")
             return stack.enter_context(made)
 
         yield make
 
 
-def _made_like(request: pytest.FixtureRequest, settings: dict[str, Setting]) -> PostgresServer:
+def _made_like(
+    request: pytest.FixtureRequest, kind: type[PostgresServer], settings: dict[str, Setting]
+) -> PostgresServer:
     if not (os.environ.get(TEST_DSN) or os.environ.get(TEST_IMAGE)):
-        return PostgresServer(settings, durable=False)
+        return kind(settings, durable=False)
     shared: Server = request.getfixturevalue("server")
     try:
-        made = PostgresServer(settings, durable=False)
+        made = kind(settings, durable=False)
     except ConfigError as error:
         pytest.skip(f"needs a server of its own: {error}")
     if made.major != shared.major:
