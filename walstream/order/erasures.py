@@ -7,7 +7,7 @@ from typing import Final
 
 from psycopg2.extensions import connection as Connection
 
-from walstream.order.table import own_table, query
+from walstream.order.table import array_literal, own_table, query
 
 COVERS: Final = "pg_catalog.int8range(first_seq, nullif(last_seq, 9223372036854775807), '[]') @> s"
 """SQL: whether a row of ``erasures`` declares the seq ``s``. Written as its index has it, since a session among others
@@ -26,7 +26,7 @@ def erased_among(connection: Connection, namespace: str, seqs: Sequence[int]) ->
         connection,
         "SELECT s FROM unnest(%s::bigint[]) AS s"
         f" WHERE EXISTS (SELECT FROM {own_table(namespace, 'erasures')} WHERE {COVERS})",
-        (list(seqs),),
+        (array_literal(seqs),),
         doing="reading the declared erasures",
     )
     return [seq for (seq,) in rows]

@@ -24,7 +24,7 @@ from walstream.config import LedgerTable, quote
 from walstream.errors import LedgerError
 from walstream.event import Row
 from walstream.order.large_rows import payload_in_pieces
-from walstream.order.table import query, spelled
+from walstream.order.table import array_literal, query, spelled
 from walstream.source.failures import classify
 
 _INTEGERS: Final = frozenset({20, 21, 23})
@@ -114,10 +114,16 @@ class LedgerRows:
     def _select(self, shape: _Shape, seqs: Sequence[int], *, light: bool = False) -> list[Row] | None:
         """The rows, or ``None`` if the table no longer has this shape."""
         select = shape.select_light if light else shape.select
+        lowest, highest = min(seqs), max(seqs)
+        values: tuple[object, ...]
+        if highest - lowest == len(seqs) - 1:  # they are all there is between the two
+            condition, values = "BETWEEN %s AND %s", (lowest, highest)
+        else:
+            condition, values = "= ANY(%s::bigint[])", (array_literal(seqs),)
         try:
             with self._connection.cursor() as cursor:
                 self._as_bytes(cursor, shape.types)
-                cursor.execute(f"{select} = ANY(%s::bigint[])", (list(seqs),))
+                cursor.execute(f"{select} {condition}", values)
                 if _types(cursor) != shape.types:
                     return None
                 found: list[Any] = cursor.fetchall()

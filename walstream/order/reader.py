@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Final
 
 from psycopg2.extensions import connection as Connection
@@ -158,13 +158,14 @@ class ColdReader:
         if erased:
             for seq in self._declared(erased):
                 del rows[seq]
-        if len(rows) < count:
+        whole = len(rows) == count
+        if not whole:
             count = self._without_missing(seqs, rows, after)
-        return ColdBatch(self._events(stretch, count, rows, after), after + count)
+        return ColdBatch(self._events(stretch, count, rows, after, whole=whole), after + count)
 
-    def _events(self, stretch: _Stretch, count: int, rows: dict[int, Row], after: int) -> list[Event]:
-        events: list[Event] = []
-        add, find, seqs = events.append, rows.get, stretch.seqs
+    def _events(self, stretch: _Stretch, count: int, rows: dict[int, Row], after: int, *, whole: bool) -> list[Event]:
+        """The first ``count`` of the stretch, as far as they have rows; ``whole``: all have."""
+        commits: list[Commit] = []
         ends = [piece[0] for piece in stretch.pieces[1:]]
         commit = Commit(0, 0, 0, self._key_prefix)
         for (start, lsn, time_us, recovered), end in zip(stretch.pieces, [*ends, count], strict=True):
@@ -172,11 +173,12 @@ class ColdReader:
                 break
             if start == 0 or not _same_transaction(commit.lsn, lsn):
                 commit = Commit(lsn, time_us, 0, self._key_prefix, recovered)
-            for index in range(start, end if end < count else count):
-                row = find(seqs[index])
-                if row is not None:
-                    add(Event(after + 1 + index, row, commit))
-        return events
+            commits += repeat(commit, min(end, count) - start)
+        offsets, seqs = range(after + 1, after + 1 + count), stretch.seqs[:count]
+        if whole:
+            return list(map(Event, offsets, map(rows.__getitem__, seqs), commits))
+        placed = zip(offsets, seqs, commits, strict=True)
+        return [Event(offset, rows[seq], commit) for offset, seq, commit in placed if seq in rows]
 
     def _declared(self, seqs: Sequence[int]) -> list[int]:
         return erased_among(self._connection, self._namespace, seqs)
