@@ -98,6 +98,7 @@ class FencedStore:
             LedgerTouched: violations are not acknowledged, and ingest halts for them.
         """
         with self._connection.cursor() as cur:
+            self._violations.record_unwatched(cur)  # before a position of this session is written down
             self._violations.refuse_if_open(cur)
         self._execute(
             "state = 'streaming', error = NULL, started_at = clock_timestamp(), heartbeat_at = clock_timestamp(),"

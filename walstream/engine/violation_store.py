@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from walstream.config import quote
 from walstream.errors import ConfigError, LedgerError
-from walstream.ledger.schema import ALARM_VERSION, ERASURES_VERSION
+from walstream.ledger.schema import ALARM_VERSION, ERASURES_VERSION, FINDINGS_VERSION
 from walstream.lsn import format_lsn
 
 from .backlog import Noticed
 from .leadership import Lease
+from .unwatched import record_unwatched
 from .violations import Violation, ranges_of, without_declared
 
 if TYPE_CHECKING:
@@ -137,6 +138,14 @@ class ViolationStore:
         recorded = max(0, cur.rowcount)
         self.refuse_if_open(cur)
         return recorded
+
+    def record_unwatched(self, cur: Cursor) -> int:
+        """Write down that the slot was moved by somebody else, or made anew; return how many such stretches are new."""
+        if self._policy == "ignore":
+            return 0
+        cur.execute(f"SELECT max(version) FROM {self._schema}.migrations")
+        row: Any = cur.fetchone()
+        return record_unwatched(cur, self._schema, self._lease.generation) if row[0] >= FINDINGS_VERSION else 0
 
     def refuse_if_open(self, cur: Cursor) -> None:
         """Where the policy is to halt: check that all violations are acknowledged.

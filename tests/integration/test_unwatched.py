@@ -1,0 +1,85 @@
+"""The slot was moved or made anew: what was done to rows meanwhile was never sent, and that is on record, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli_calls import call
+from tests.conftest import Database
+from walstream.engine.unwatched import ORDINAL
+
+from .streams import Installed, Recorder, eventually
+
+FOUND = "SELECT kind, origin, ordinal, detail FROM walstream.violations ORDER BY id"
+MOVED = "SELECT pg_replication_slot_advance(%s, pg_current_wal_insert_lsn())"
+DROPPED = "SELECT pg_drop_replication_slot(%s)"
+
+
+def run_for_a_moment(stream: Installed) -> None:
+    """Start, read what is there and one event more, and stop."""
+    recorder = Recorder()
+    with stream.host(recorder):
+        stream.insert("one more")
+        eventually(lambda: "one more" in recorder.types, "it is read")
+
+
+@pytest.mark.parametrize(("by", "words"), [(MOVED, "somebody else has moved it"), (DROPPED, "was made anew")])
+def test_a_delete_that_was_never_sent_leaves_a_trace(database: Database, by: str, words: str) -> None:
+    stream = Installed(database, "--audit")
+    for _ in range(2):
+        run_for_a_moment(stream)
+    assert database.execute(FOUND) == [], "a clean stop and a start are nothing"
+    database.execute("DELETE FROM agent_events WHERE seq = 1")
+    database.execute(by, stream.settings.slot)
+    for _ in range(2):  # and once is enough
+        run_for_a_moment(stream)
+        ((kind, origin, ordinal, detail),) = database.execute(FOUND)
+        assert (kind, origin, ordinal) == ("slot", "catalogue", ORDINAL)
+        assert words in detail
+    problems = call("status", "--json", "--slot", stream.settings.slot, dsn=database.dsn).json["problems"]
+    assert any("TAMPER ALARM" in each and words in each for each in problems)
+
+
+@pytest.mark.parametrize("by", [MOVED, DROPPED])
+def test_where_changes_are_not_published_it_is_a_recovery_like_others(database: Database, by: str) -> None:
+    stream = Installed(database)
+    run_for_a_moment(stream)
+    database.execute(by, stream.settings.slot)
+    run_for_a_moment(stream)
+    assert database.execute(FOUND) == []
+
+
+def test_a_consumer_that_is_cut_off_again_and_again_is_nothing(database: Database) -> None:
+    """The slot is confirmed behind what is written down, and never before."""
+    stream = Installed(database, "--audit")
+    recorder = Recorder()
+    with stream.host(recorder):
+        for n in range(8):
+            stream.insert(f"event {n}")
+            database.execute("CREATE TABLE IF NOT EXISTS other (n int); INSERT INTO other VALUES (1)")
+            database.execute(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s",
+                stream.settings.slot,
+            )
+            eventually(lambda n=n: f"event {n}" in recorder.types, "it is read")  # type: ignore[misc]
+    assert database.execute(FOUND) == []
+
+
+def test_who_stepped_over_a_change_has_a_violation_already(database: Database) -> None:
+    stream = Installed(database, "--audit")
+    run_for_a_moment(stream)
+    database.execute(
+        "INSERT INTO walstream.violations (kind, commit_lsn, ordinal, detail)"
+        " VALUES ('gap', pg_current_wal_insert_lsn(), 0, 'stepped over')"
+    )
+    database.execute(MOVED, stream.settings.slot)
+    run_for_a_moment(stream)
+    assert [kind for kind, *_ in database.execute(FOUND)] == ["gap"]
+
+
+def test_what_is_ignored_or_may_not_be_seen_holds_nobody_up(database: Database) -> None:
+    stream = Installed(database, "--audit", violations="ignore")
+    run_for_a_moment(stream)
+    database.execute(MOVED, stream.settings.slot)
+    run_for_a_moment(stream)
+    assert database.execute(FOUND) == []
