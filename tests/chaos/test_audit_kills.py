@@ -82,7 +82,7 @@ class Scene:
     def assert_complete(self) -> dict[str, Any]:
         """Everything is on record, once, in order; and verify finds nothing, against the ledger too."""
         output = "\n".join(consumer.output[-3000:] for consumer in self.consumers)
-        eventually(lambda: self.recorded() >= self.total(), 60, what=f"the end of the ledger: {output}")
+        eventually(lambda: self.recorded() >= self.total(), 180, what=f"the end of the ledger: {output}")
         called = call(
             "audit",
             "verify",

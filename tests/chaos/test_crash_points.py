@@ -125,7 +125,7 @@ def test_nothing_is_lost_or_doubled_by_a_death(scene: Scene, name: str) -> None:
             time.sleep(0.3)
             next_one = running.enter_context(scene.consumer())
             time.sleep(0.7)
-        eventually(scene.delivered, f"everything is delivered: {next_one.output[-2000:]}", 90)
+        eventually(scene.delivered, f"everything is delivered: {next_one.output[-2000:]}", 180)
         assert next_one.terminate() == 0, next_one.output
     verdict = judge(scene.database.execute, scene.folder, set())
     assert verdict.clean, verdict.findings
@@ -145,7 +145,7 @@ def test_a_stand_by_that_dies_is_not_noticed(scene: Scene) -> None:
                 eventually(lambda: working.output.count("standing by") >= PROJECTORS, "the second stands by", 60)
                 second.kill()
             time.sleep(0.5)
-        eventually(scene.delivered, "everything is delivered", 90)
+        eventually(scene.delivered, "everything is delivered", 180)
         assert scene.database.execute(generation) == held
         assert working.terminate() == 0, working.output
     verdict = judge(scene.database.execute, scene.folder, set())

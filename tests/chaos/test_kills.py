@@ -56,7 +56,7 @@ class Scene:
 
     def assert_clean(self) -> None:
         """Lost 0, doubled 0, in order, dense; every key was sent."""
-        verdict = settle(self.place.execute, key_file=self.keys, timeout=90)
+        verdict = settle(self.place.execute, key_file=self.keys, timeout=180)
         logs = "\n".join(consumer.output[-3000:] for consumer in self.consumers)
         assert verdict.clean, f"{verdict}\n{logs}"
         assert verdict.events > 0

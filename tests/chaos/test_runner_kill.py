@@ -71,7 +71,7 @@ def _kill_while_it_works(world: World, file: Path, kills: int) -> None:
                 last = world.add_many(random.randrange(1, 40), transaction=random.choice((1, 5)))
             running.kill()
     with process(world, file):
-        eventually(lambda: world.reached("counter", last) and world.reached("keys", last), timeout=60)
+        eventually(lambda: world.reached("counter", last) and world.reached("keys", last), timeout=180)
     check(world, file)
 
 
@@ -94,7 +94,7 @@ def test_a_process_that_was_stopped_past_its_lease_writes_nothing_more(world: Wo
         held = world.positions("counter")[0]
         assert held < last
         with process(world, file):
-            eventually(lambda: world.reached("counter", last) and world.reached("keys", last), timeout=60)
+            eventually(lambda: world.reached("counter", last) and world.reached("keys", last), timeout=180)
             os.kill(stopped.pid, signal.SIGCONT)
             last = world.add_many(200)
             eventually(lambda: world.reached("counter", last) and world.reached("keys", last))

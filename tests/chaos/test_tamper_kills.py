@@ -64,7 +64,7 @@ def tamper_while_it_is_killed(scene: Scene, kills: int, seed: int) -> None:
         stop.set()
         tampering.join()
         load.stop()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(found(scene)) < done:
         assert time.monotonic() < deadline, consumer.output[-3000:]
         time.sleep(0.2)

@@ -59,8 +59,9 @@ def advance(database: Database, slot: str) -> None:
 
 def test_all_is_well_while_somebody_reads(stream: Installed) -> None:
     slot = stream.settings.slot
+    active = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
     with stream.host():
-        stream.wait_ordered()
+        eventually(lambda: stream.place.execute(active, slot) == [(True,)], "it is read")
         called = guard(stream.settings.dsn, slot)
         assert called.exit_code == 0, called
         (found,) = called.json["slots"]
