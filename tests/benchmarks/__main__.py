@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Final
 
-_NAMES: Final = {
+NAMES: Final = {
     "latency": "from an insert to its handler",
     "drain": "draining a backlog through the slot, beside pg_recvlogical and other clients",
     "catchup": "a projector that is far behind, beside draining the slot",
@@ -24,9 +24,9 @@ _NAMES: Final = {
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or sys.argv[1] not in _NAMES:
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
         print("usage: python -m tests.benchmarks NAME …\n", file=sys.stderr)
-        for name, says in _NAMES.items():
+        for name, says in NAMES.items():
             print(f"  {name:10} {says}", file=sys.stderr)
         return 2
     name = sys.argv.pop(1)

@@ -1,7 +1,6 @@
 """What ``append()`` costs beside a plain INSERT: one event a transaction, and batches.
 
-    python -m tests.benchmarks.append            # on a server of its own; --dsn for another one
-    python -m tests.benchmarks.append --json
+    python -m tests.benchmarks append [--rounds N] [--events N] [--dsn DSN] [--quick] [--json]
 
 All ways take turns, round by round, so that a busy moment of the machine does not hit one of them alone. The figures
 are medians over the rounds, and ratios to the plain INSERT of the same round.
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import uuid
 from collections.abc import Callable
 from time import perf_counter
@@ -21,6 +19,7 @@ import psycopg2
 from psycopg2.extensions import connection as Connection
 from psycopg2.extras import execute_values
 
+from tests.benchmarks import document
 from walstream import Draft, Ledger
 from walstream.config import Settings
 from walstream.ledger import schema
@@ -121,17 +120,19 @@ def main() -> None:
     parser.add_argument("--dsn", help="an empty database; without it a server is started, durable, and removed")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--events", type=int, default=300, help="events a round, one a transaction; tenfold in batches")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="within a minute: two rounds of few events")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
     words = parser.parse_args()
+    rounds, events = (2, 50) if words.quick else (words.rounds, words.events)
+    machine = document.machine()
     if words.dsn:
-        found = measure(words.dsn, words.rounds, words.events)
+        found = measure(words.dsn, rounds, events)
     else:
         with PostgresServer(durable=True) as server:
             execute(server.dsn(), "CREATE DATABASE bench")
-            found = measure(server.dsn("bench"), words.rounds, words.events)
+            found = measure(server.dsn("bench"), rounds, events)
     if words.json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("append", machine, {"cases": found})
         return
     for title, ways in found.items():
         print(title)

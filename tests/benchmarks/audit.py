@@ -1,14 +1,15 @@
 """How fast events are put on record, and verified.
 
-    python -m tests.benchmarks.audit [EVENTS]
+    python -m tests.benchmarks audit [EVENTS] [--quick] [--json]
 
-Prints the best of many rounds for making and following records in memory; then a whole trail on disk; then the sink on
-a stream (500 events a transaction), against `pg_recvlogical -f FILE`, which writes the raw stream to the same disk
-with a flush a second.
+Records a second, made and followed in memory (the best of many rounds), then a whole trail on disk; then the sink on a
+stream (500 events a transaction), against `pg_recvlogical -f FILE`, which writes the raw stream to the same disk with a
+flush a second.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.audit_files import SETTINGS, settle
+from tests.benchmarks import document
+from tests.benchmarks.draining import Drained, drained_in, summary
+from tests.benchmarks.peak_memory import peak_mb
 from walstream.audit.chain import Link
 from walstream.audit.record import Pen
 from walstream.audit.trail import AuditTrail
@@ -28,6 +32,7 @@ from walstream.postgres import PostgresServer
 _ROUND = 1000
 _ROUNDS = 300
 _BATCH = 5000
+_RAW = "pg_recvlogical -f FILE"
 _TARGET = "tests.benchmarks.audit_stream:stream"
 _INSERT = (
     "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
@@ -50,17 +55,18 @@ def events(count: int) -> list[Event]:
     return made
 
 
-def best(call: Callable[[], object], count: int) -> float:
+def best(call: Callable[[], object], count: int, rounds: int) -> int:
     """Records a second, in the best round."""
     shortest = float("inf")
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         call()
         shortest = min(shortest, time.perf_counter() - began)
-    return count / shortest
+    return round(count / shortest)
 
 
-def in_memory() -> None:
+def in_memory(rounds: int) -> dict[str, int]:
+    """Records a second on one core: made, and followed link by link."""
     some = events(_ROUND)
 
     def make() -> bytes:
@@ -68,32 +74,36 @@ def in_memory() -> None:
         return b"".join([pen.event(event, b'"2026-01-02T03:04:05.678+00:00"') for event in some])
 
     data = make()
-    print(f"made in memory          {best(make, _ROUND):12,.0f} records/s")
-    follow = best(lambda: Link(offset=0).follow(data.split(b"\n")[:-1]), _ROUND)
-    print(f"followed in memory      {follow:12,.0f} records/s (one core)")
+    return {
+        "made in memory": best(make, _ROUND, rounds),
+        "followed in memory": best(lambda: Link(offset=0).follow(data.split(b"\n")[:-1]), _ROUND, rounds),
+    }
 
 
-def on_disk(folder: Path, count: int) -> None:
+def on_disk(folder: Path, count: int) -> dict[str, int]:
+    """Records a second of a whole trail: put there, and verified."""
     some = events(count)
     directory = folder / "audit"
     trail = AuditTrail(directory)
     began = time.perf_counter()
     for start in range(0, count, _BATCH):
         trail.record(some[start : start + _BATCH], SETTINGS)
-    print(f"put on record           {count / (time.perf_counter() - began):12,.0f} events/s, flushed every {_BATCH:,}")
+    recorded = count / (time.perf_counter() - began)
     trail.close()
     settle(directory, some[-1])
     began = time.perf_counter()
     report = verify(directory)
-    print(f"verified                {report.records / (time.perf_counter() - began):12,.0f} records/s")
+    verified = report.records / (time.perf_counter() - began)
     assert report.findings == []
     assert report.events == count
+    return {f"put on disk, flushed every {_BATCH:,}": round(recorded), "verified": round(verified)}
 
 
-def on_a_stream(folder: Path, count: int) -> None:
+def on_a_stream(folder: Path, count: int) -> document.Figures:
+    """The sink beside the server's own client, by contender."""
     with PostgresServer(durable=False) as server:
         dsn = server.dsn()
-        environ = {**os.environ, "WALSTREAM_DSN": dsn, "BENCHMARK_AUDIT": str(folder / "streamed")}
+        environ = {**os.environ, "WALSTREAM_DSN": dsn}
         walstream = [sys.executable, "-m", "walstream"]
         subprocess.run([*walstream, "init"], env=environ, check=True, stdout=subprocess.DEVNULL)
         receive = [str(server.bin_dir / "pg_recvlogical"), "-d", dsn, "-S", "raw"]
@@ -102,25 +112,33 @@ def on_a_stream(folder: Path, count: int) -> None:
             server.execute(_INSERT)
         options = ("-o", "proto_version=1", "-o", "publication_names=walstream")
         end = server.execute("SELECT pg_current_wal_flush_lsn()::text")[0][0]
-        began = time.perf_counter()
-        subprocess.run(
-            [*receive, "--start", "-f", str(folder / "raw"), "-F", "1", "-n", "-E", str(end), *options],
-            check=True,
-        )
-        raw = count / (time.perf_counter() - began)
-        print(f"pg_recvlogical -f       {raw:12,.0f} events/s")
+        command = [*receive, "--start", "-f", str(folder / "raw"), "-F", "1", "-n", "-E", str(end), *options]
+        runs = {_RAW: [_received(command)]}
         for flags, what in (((), "ingest and sink in one process"), (("--no-ingest",), "the sink alone, read cold")):
             server.execute("DELETE FROM walstream.cursors; DELETE FROM walstream.projectors")
             environ["BENCHMARK_AUDIT"] = str(folder / f"streamed{len(flags)}")
-            rate, cpu = _streamed([*walstream, "run", _TARGET, *flags], environ, server, count)
-            print(
-                f"the sink                {rate:12,.0f} events/s, {rate / raw:.2f} of that,"
-                f" {cpu / count * 1e6:.1f} µs of processor an event: {what}"
-            )
+            runs[what] = [_streamed([*walstream, "run", _TARGET, *flags], environ, server, count)]
+    return summary(runs, count, first=_RAW)
 
 
-def _streamed(command: list[str], environ: dict[str, str], server: PostgresServer, count: int) -> tuple[float, float]:
-    """Events a second from the moment that the trail is begun, and the process's time on a processor in seconds."""
+def _received(command: list[str]) -> Drained:
+    began = time.perf_counter()
+    process = subprocess.Popen(command)
+    rss: float | None = None
+    ended, status, used = 0, 0, None
+    while not ended:
+        rss = peak_mb(process.pid) or rss
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+        time.sleep(0 if ended else 0.005)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0 or used is None:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return drained_in(seconds, used, rss)
+
+
+def _streamed(command: list[str], environ: dict[str, str], server: PostgresServer, count: int) -> Drained:
+    """The sink, from the moment that the trail is begun."""
     directory = Path(environ["BENCHMARK_AUDIT"])
     process = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL)
     try:
@@ -129,20 +147,37 @@ def _streamed(command: list[str], environ: dict[str, str], server: PostgresServe
         began = time.perf_counter()
         while server.execute("SELECT coalesce(max(position), 0) FROM walstream.cursors")[0][0] < count:
             time.sleep(0.02)
-        rate = count / (time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        rss = peak_mb(process.pid)
     finally:
         process.terminate()
         _, _, used = os.wait4(process.pid, 0)
         process.returncode = 0  # it was waited for just now
-    return rate, used.ru_utime + used.ru_stime
+    return drained_in(seconds, used, rss)
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200_000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("events", nargs="?", type=int, default=200_000, metavar="EVENTS")
+    parser.add_argument("--quick", action="store_true", help="within a minute: 10,000 events, a few rounds")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    given = parser.parse_args()
+    count = 10_000 if given.quick else given.events
+    machine = document.machine()
     with tempfile.TemporaryDirectory() as folder:
-        in_memory()
-        on_disk(Path(folder), count)
-        on_a_stream(Path(folder), count)
+        records = in_memory(10 if given.quick else _ROUNDS) | on_disk(Path(folder), count)
+        stream = on_a_stream(Path(folder), count)
+    if given.json:
+        document.write("audit", machine, {"records_per_s": records, "stream": stream})
+        return
+    for name, rate in records.items():
+        print(f"{name:34}{rate:>12,} records/s")
+    print(f"\n{'':34}{'events/s':>12}{'ratio':>7}{'CPU us':>8}{'MB':>6}")
+    for name, each in stream.items():
+        print(
+            f"{name:34}{each['events_per_s']:>12,}{each['ratio']:>7.2f}{each['client_cpu_us']:>8.2f}{each['rss_mb']:>6}"
+        )
+    print(document.described(machine))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """How long the decoder takes for one message, without a server or a driver.
 
-    python -m tests.benchmarks.decode
+    python -m tests.benchmarks decode [--quick] [--json]
 
 Prints the best of many rounds in microseconds, the call itself included, for inserts of about 290 bytes.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import uuid
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from tests.benchmarks import document
 from walstream.protocol.decoder import Decoder
 from walstream.protocol.ledger_row import compile_row_decoder, decode_begin, decode_commit
 from walstream.protocol.messages import Column, Relation
@@ -53,7 +55,8 @@ def once(call: Callable[[bytes], Any], messages: list[bytes]) -> float:
     return perf_counter() - started
 
 
-def main() -> None:
+def measure(rounds: int) -> dict[str, float]:
+    """Microseconds of a message, in the best round, by case."""
     plain = inserts()
     begins = [wire.begin(n << 20, time_us=n, xid=n) for n in range(1, 1001)]
     commits = [wire.commit(n << 20, n << 21, time_us=n) for n in range(1, 1001)]
@@ -65,13 +68,26 @@ def main() -> None:
         ("begin", decode_begin, begins),
         ("commit", decode_commit, commits),
     ]
-    print(f"{sum(map(len, plain)) / len(plain):.0f} bytes an insert; microseconds each:")
     fastest = dict.fromkeys((name for name, _, _ in cases), float("inf"))
-    for _ in range(_ROUNDS):  # all cases in turn, so that a busy moment of the machine does not hit one of them alone
+    for _ in range(rounds):  # all cases in turn, so that a busy moment of the machine does not hit one of them alone
         for name, call, messages in cases:
             fastest[name] = min(fastest[name], once(call, messages) / len(messages))
-    for name, seconds in fastest.items():
-        print(f"  {name:32} {seconds * 1e6:6.2f}")
+    return {name: round(seconds * 1e6, 3) for name, seconds in fastest.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few rounds")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    given = parser.parse_args()
+    machine = document.machine()
+    found = measure(5 if given.quick else _ROUNDS)
+    if given.json:
+        document.write("decode", machine, {"microseconds": found})
+        return
+    print("microseconds of a message; an insert is about 290 bytes:")
+    for name, microseconds in found.items():
+        print(f"  {name:32} {microseconds:6.2f}")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Final
+
+from tests.benchmarks.peak_memory import peak_mb, peak_mb_in
 
 EVENTS: Final = "BENCHMARK_EVENTS"
 RECEIPT: Final = "BENCHMARK_RECEIPT"
@@ -49,13 +51,12 @@ class Receipt:
             threads = {
                 name: round(seconds - self._threads.get(name, 0.0), 3) for name, seconds in _cpu_of_threads().items()
             }
-        per_kib = 1 if sys.platform == "linux" else 1024
         found = {
             "began": self._began,
             "ended": ended,
             "cpu": cpu,
             "threads": threads,
-            "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / per_kib / 1024,
+            "rss_mb": peak_mb(os.getpid()) or peak_mb_in(resource.getrusage(resource.RUSAGE_SELF)),
         }
         beside = self._file.with_suffix(".part")
         beside.write_text(json.dumps(found))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from typing import Final
 
 from tests.benchmarks import document, drained_receipt
 from tests.benchmarks.filled_ledger import SLOT, FilledLedger
+from tests.benchmarks.peak_memory import peak_mb, peak_mb_in
 from tests.benchmarks.processes import Processes, cpu_seconds_of
 
 _PATIENCE: Final = 300.0
@@ -117,7 +118,9 @@ def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = 
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
     began, sender = ledger.started()
     cpu: float | None = None
+    rss: float | None = None
     while True:
+        rss = peak_mb(process.pid) or rss
         ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         if ended:
             break
@@ -130,8 +133,21 @@ def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = 
         said = pipe.read().decode(errors="replace")
     if process.returncode != 0:
         raise RuntimeError(f"pg_recvlogical ended with {process.returncode}: {said}")
-    per_kib = 1 if sys.platform == "linux" else 1024
-    return Drained(moment - began, usage.ru_utime + usage.ru_stime, cpu, usage.ru_maxrss / per_kib / 1024)
+    return drained_in(moment - began, usage, rss, cpu)
+
+
+def drained_in(
+    seconds: float, usage: resource.struct_rusage, rss_mb: float | None, walsender_cpu: float | None = None
+) -> Drained:
+    """What a client took that has ended; its start is in it.
+
+    Args:
+        seconds: from beginning to end.
+        usage: what `os.wait4` says of it.
+        rss_mb: its peak while it ran, where that is known.
+        walsender_cpu: of the process that sent.
+    """
+    return Drained(seconds, usage.ru_utime + usage.ru_stime, walsender_cpu, rss_mb or peak_mb_in(usage))
 
 
 def summary(results: Mapping[str, Sequence[Drained]], events: int, *, first: str) -> document.Figures:

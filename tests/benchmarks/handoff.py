@@ -1,6 +1,6 @@
 """From the commit of a handoff to the first line of the handler in another process, beside two other queues.
 
-    python -m tests.benchmarks.handoff [--rates 1,50,500] [--seconds N] [--repeats N] [--quick] [--json]
+    python -m tests.benchmarks handoff [--rates 1,50,500] [--seconds N] [--repeats N] [--quick] [--json]
 
 Contenders: walstream (`walstream run` with the router, and one `walstream worker`), a table of jobs that a worker looks
 into every 100 ms, and procrastinate. Each has a durable server of its own, workers in processes of their own, and is
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import platform
 import random
@@ -29,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.benchmarks import handoff_receipts
+from tests.benchmarks import document, handoff_receipts
 from tests.benchmarks.handoff_contenders import Contender, Emit, Polling, Procrastinate, Walstream, WithoutEvents
 from walstream.postgres import PostgresServer
 
@@ -261,8 +260,7 @@ def main() -> None:
     plan, as_json = plan_of()
     found = measure(plan)
     if as_json:
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        document.write("handoff", found["machine"], found)
     else:
         show(found)
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,9 @@ from typing import Final
 
 from psycopg2.extensions import parse_dsn
 
-from tests.benchmarks.draining import Drained
+from tests.benchmarks.draining import Drained, drained_in
 from tests.benchmarks.filled_ledger import PUBLICATION, SLOT, FilledLedger
+from tests.benchmarks.peak_memory import peak_mb
 from tests.benchmarks.processes import cpu_seconds_of
 
 _CLIENTS: Final = Path(__file__).parent / "clients"
@@ -73,8 +73,10 @@ def _drain(ledger: FilledLedger, command: Sequence[str], *, tcp: bool) -> Draine
             began, sender = ledger.started()
             until = time.monotonic() + _PATIENCE
             cpu: float | None = None
+            rss: float | None = None
             ended, status, usage = 0, 0, None
             while not ended:
+                rss = peak_mb(process.pid) or rss
                 ended, status, usage = os.wait4(process.pid, os.WNOHANG)
                 cpu = cpu_seconds_of(sender) or cpu
                 if time.monotonic() > until:
@@ -91,10 +93,4 @@ def _drain(ledger: FilledLedger, command: Sequence[str], *, tcp: bool) -> Draine
         said = log.read()[-2000:].decode(errors="replace")
     if process.returncode != 0 or usage is None:
         raise RuntimeError(f"{command[-1]} ended with {process.returncode}: {said}")
-    per_kib = 1 if sys.platform == "linux" else 1024
-    return Drained(
-        moment - began,
-        usage.ru_utime + usage.ru_stime,
-        cpu,
-        usage.ru_maxrss / per_kib / 1024,
-    )
+    return drained_in(moment - began, usage, rss, cpu)

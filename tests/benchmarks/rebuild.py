@@ -1,6 +1,6 @@
 """What a rebuild costs as a session grows, and how fast the snapshot writer is.
 
-    python -m tests.benchmarks.rebuild [--quick] [--json]
+    python -m tests.benchmarks rebuild [--quick] [--json]
 
 An agent's session repeats a turn of ten events, of which the first loads the window (twenty messages, about 4 kB). The
 writer's rate is measured under the engine, cold, over the same events as that of a transactional projector which does
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.benchmarks import document
 from tests.conftest import Database
 from tests.runner_world import World, eventually
 from walstream import Context, Event, Projector, rebuild_context
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sessions: whether it works at all")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     words = parser.parse_args()
+    machine = document.machine()
     with PostgresServer(durable=False) as server:
         database = Database(server, "bench_rebuild")
         database.create()
@@ -166,7 +168,7 @@ def main() -> None:
         finally:
             world.close()
     if words.json:
-        print(json.dumps(found))
+        document.write("rebuild", machine, found)
         return
     for size, took in found["rebuild_ms"].items():
         print(f"rebuild of {int(size):>7,} events: {took:8.2f} ms")

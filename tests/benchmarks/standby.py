@@ -1,6 +1,6 @@
 """How long events wait when the first consumer is gone, until the stand-by has taken over.
 
-    python -m tests.benchmarks standby --rounds 5 --json
+    python -m tests.benchmarks standby [--rounds N] [--lease SECONDS] [--quick] [--json]
 
 Two consumers on a server of one's own, and a writer of 100 events a second. The one that ingests is killed (-9),
 stopped (SIGSTOP), or cut off from the network without a word to either side, and the time is taken from that moment
@@ -11,7 +11,6 @@ but for ``--lease``.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Final
 import psycopg2
 from psycopg2.extensions import make_dsn
 
+from tests.benchmarks import document
 from tests.chaos.consumer import Consumer, eventually
 from tests.chaos.network import Network
 from tests.integration.streams import Installed
@@ -148,11 +148,14 @@ def main() -> int:
     words = argparse.ArgumentParser(prog="python -m tests.benchmarks standby", description=__doc__)
     words.add_argument("--rounds", type=int, default=5)
     words.add_argument("--lease", type=float, default=10.0, help="lease_seconds (10, as by default)")
-    words.add_argument("--json", action="store_true")
+    words.add_argument("--quick", action="store_true", help="within a minute: one round, and a lease of two seconds")
+    words.add_argument("--json", action="store_true", help="one JSON document")
     given = words.parse_args()
-    found = measure(given.rounds, given.lease)
+    rounds, lease = (1, 2.0) if given.quick else (given.rounds, given.lease)
+    machine = document.machine()
+    found = measure(rounds, lease)
     if given.json:
-        print(json.dumps({"lease_seconds": given.lease, "seconds": found}))
+        document.write("standby", machine, {"lease_seconds": lease, "seconds": found})
         return 0
     print(f"{'':10} {'median':>8} {'shortest':>9} {'longest':>8}")
     for kind, seconds in found.items():

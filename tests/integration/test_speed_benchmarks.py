@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.benchmarks import __main__ as entry
 from tests.benchmarks import ceiling, drain, mock_walsender
 from tests.benchmarks.draining import by_walstream
 from tests.benchmarks.filled_ledger import FilledLedger
+from tests.benchmarks.peak_memory import peak_mb, peak_mb_in
 from tests.benchmarks.shapes import SHAPES
 
 EVENTS = 1200
@@ -65,12 +68,32 @@ def test_contenders_drain_the_same_and_are_told_as_json(
     monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
     assert entry.main() == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["benchmark"] == "drain"
+    assert {"cores", "load", "postgres", "python"} <= found["machine"].keys()
     figures = found["shapes"]["D"]["unix"]
     assert len(figures) == 4
     for each in figures.values():
         assert {"events_per_s", "ratio", "client_cpu_us", "rss_mb", "runs"} <= each.keys()
+        assert len(each["ratios"]) == each["runs"] == 1
     best = max(each["ratio"] for name, each in figures.items() if name.startswith(drain.FIRST))
     assert best == 1, "the better one of the two counts as 1"
+
+
+def test_the_peak_of_a_client_is_its_own_and_not_that_of_who_started_it() -> None:
+    if not Path("/proc/self/status").exists():
+        pytest.skip("there is no /proc")
+    own = peak_mb(os.getpid())
+    assert own is not None
+    client = subprocess.Popen(["sleep", "60"])
+    try:
+        peak = peak_mb(client.pid)
+    finally:
+        client.kill()
+        _, _, usage = os.wait4(client.pid, 0)
+        client.returncode = 0
+    assert peak is not None
+    assert 0 < peak < own / 4 < peak_mb_in(usage)
+    assert peak_mb(client.pid) is None
 
 
 def test_a_ratio_above_the_limit_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +115,26 @@ def test_an_unknown_name_says_what_there_is(
     told = capsys.readouterr().err
     for name in ("drain", "latency", "catchup", "sustained", "scale", "ceiling"):
         assert name in told
+
+
+@pytest.mark.parametrize("name", [name for name in entry.NAMES if name != "plot"])
+def test_each_can_be_quick_and_be_told_as_json(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python -m tests.benchmarks {name}" in told
+    assert "--quick" in told
+    assert "--json" in told
+
+
+def test_decoding_is_told_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "decode", "--quick", "--json"])
+    assert entry.main() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["benchmark"] == "decode"
+    assert {"cores", "load", "postgres", "python"} <= found["machine"].keys()
+    assert found["microseconds"].keys() >= {"insert, row decoder", "begin", "commit"}
