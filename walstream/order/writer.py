@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Final
 
 import psycopg2
@@ -19,8 +20,16 @@ from walstream.source.failures import classify
 
 _INSERT: Final = """INSERT INTO {order}
  (first_offset, events, last_lsn, partial_inserts, min_seq, max_seq, recovered, generation, body)
- SELECT %s, %s, %s::pg_lsn, %s, %s, %s, %s, %s, %s
-   FROM {generation} g{more} WHERE g.generation = %s{condition} FOR SHARE OF g"""
+ SELECT {values} FROM {generation} g{more} WHERE g.generation = {own}{condition} FOR SHARE OF g"""
+
+# Prepared, because to parse and plan it takes the server as long as to run it, and events wait for it.
+_PREPARE: Final = (
+    "PREPARE {name} (bigint, int, pg_lsn, int, bigint, bigint, boolean, bigint, bytea, bigint) AS " + _INSERT
+)
+_PLACES: Final = "$1, $2, $3, $4, $5, $6, $7, $8, $9"
+_EXECUTE: Final = "EXECUTE {name} (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+_VALUES: Final = "%s, %s, %s::pg_lsn, %s, %s, %s, %s, %s, %s"
+_numbers: Final = count(1)  # one connection may have several writers
 
 # `local` and not `on`: `on` also waits for synchronous standbys, so a standby that is away would stop ingest. What is
 # lost with the primary is found again by the reconciler, under a new epoch (docs/architecture.md, "Identity").
@@ -65,9 +74,12 @@ class OrderWriter:
         self._generation = generation
         self._next: int | None = None
         names = {"order": order_table(namespace), "generation": own_table(namespace, "generation")}
-        self._append = _INSERT.format(**names, more="", condition="")
+        name = f"walstream_append_{next(_numbers)}"
+        self._prepare = _PREPARE.format(**names, name=name, values=_PLACES, own="$10", more="", condition="")
+        self._prepared = False
+        self._append = _EXECUTE.format(name=name)
         self._append_durably = _DURABLE_WITH + _INSERT.format(
-            **names, more=" CROSS JOIN durable", condition=" AND durable.level = 'local'"
+            **names, values=_VALUES, own="%s", more=" CROSS JOIN durable", condition=" AND durable.level = 'local'"
         )
         try:
             # In a stricter isolation a take-over would end FOR SHARE with a serialization failure, which looks as if
@@ -142,6 +154,9 @@ class OrderWriter:
         )
         try:
             with self._connection.cursor() as cursor:
+                if not (durable or self._prepared):
+                    cursor.execute(self._prepare, ())
+                    self._prepared = True
                 cursor.execute(self._append_durably if durable else self._append, values)
                 written = cursor.rowcount
         except UniqueViolation as error:
