@@ -172,6 +172,16 @@ class Birth:
         """
         settings, conn = self._settings, self._conn
         began_at = episodes.now(conn)
+        state, cause = self._shown
+        kind: episodes.Kind = "birth" if state == "init" else "rebirth"
+        episodes.record_from_order(
+            conn,
+            settings,
+            kind,
+            "what ordered them was cut short, and begins again",
+            began_at=began_at,
+            generation=self._lease.generation,
+        )
         self._become("creating")
         ((self._floor_seq, self._proven_seq),) = query(
             conn,
@@ -187,11 +197,10 @@ class Birth:
             self._on_snapshot(made.snapshot)
             self._become("ready", made)
             position = made.consistent_point
-        state, cause = self._shown
         episodes.record(
             conn,
             settings,
-            "birth" if state == "init" else "rebirth",
+            kind,
             cause or "walstream init",
             self.filled,
             began_at=began_at,

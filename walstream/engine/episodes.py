@@ -1,4 +1,8 @@
-"""Episodes of recovery, written down: what the slot did not deliver, why, and what became of it."""
+"""Episodes of recovery, written down: what the slot did not deliver, why, and what became of it.
+
+What was taken from the ledger stands in the order, flagged, before anybody writes an episode; so an episode is read off
+the order. Whoever dies in between leaves flagged places that no episode names, and the next one finds them there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from walstream.config import Settings, quote
 from walstream.lsn import format_lsn
 from walstream.order.segment import Segment
-from walstream.order.table import own_table, query
+from walstream.order.table import COLUMNS, own_table, query, segment_of
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -30,12 +34,20 @@ class Filled:
     max_seq: int = 0
 
     def plus(self, segment: Segment) -> Filled:
-        """With one more segment, which continues it."""
-        seqs = segment.seqs
+        """With one more segment, which comes later."""
+        return self.from_offset(segment, segment.first_offset)
+
+    def from_offset(self, segment: Segment, offset: int) -> Filled:
+        """With the places of a segment from an offset on."""
+        skipped = max(0, offset - segment.first_offset)
+        seqs = segment.seqs[skipped:]
+        if not seqs:
+            return self
+        first, last = segment.first_offset + skipped, segment.next_offset - 1
         if not self.events:
-            return Filled(len(seqs), segment.first_offset, segment.next_offset - 1, min(seqs), max(seqs))
+            return Filled(len(seqs), first, last, min(seqs), max(seqs))
         lowest, highest = min(self.min_seq, *seqs), max(self.max_seq, *seqs)
-        return Filled(self.events + len(seqs), self.first_offset, segment.next_offset - 1, lowest, highest)
+        return Filled(self.events + len(seqs), self.first_offset, last, lowest, highest)
 
     def __str__(self) -> str:
         if not self.events:
@@ -113,6 +125,59 @@ def record(
     )
 
 
+def record_from_order(
+    connection: Connection,
+    settings: Settings,
+    kind: Kind,
+    cause: str,
+    *,
+    began_at: str,
+    generation: int,
+    behind: int = 0,
+) -> int:
+    """Write down what stands in the order as taken from the ledger, and in no episode.
+
+    Args:
+        behind: the offset up to which that is known to be in one; everything is looked through without it.
+
+    Returns:
+        The offset up to which it is known now.
+
+    Raises:
+        WalstreamError: of the connection.
+    """
+    if not (_may(connection, settings, "INSERT") and _may(connection, settings, "SELECT")):
+        return behind
+    order = own_table(settings.namespace, "commit_order")
+    ((named, head),) = query(
+        connection,
+        f"SELECT (SELECT coalesce(max(last_offset), 0) FROM {own_table(settings.namespace, 'recoveries')}),"
+        f" (SELECT coalesce(max(first_offset + events - 1), 0) FROM {order}"
+        f" WHERE first_offset >= coalesce((SELECT max(first_offset) FROM {order}), 0))",
+        doing="looking for what no episode names",
+    )
+    behind = max(behind, int(named))
+    filled, after = Filled(), behind
+    while True:
+        rows = query(
+            connection,
+            f"SELECT {COLUMNS} FROM {order} WHERE recovered AND first_offset + events - 1 > %s AND first_offset >="
+            f" coalesce((SELECT max(first_offset) FROM {order} WHERE first_offset <= %s), 0)"
+            " ORDER BY first_offset LIMIT 100",
+            (after, after),
+            doing="looking for what no episode names",
+        )
+        for row in rows:
+            segment = segment_of(row)
+            filled = filled.from_offset(segment, behind + 1)
+            after = segment.next_offset - 1
+        if not rows:
+            break
+    if filled.events:
+        record(connection, settings, kind, cause, filled, began_at=began_at, generation=generation)
+    return max(int(head), after)
+
+
 def now(connection: Connection) -> str:
     """The server's time, as text."""
     return str(query(connection, "SELECT clock_timestamp()::text", doing="asking for the time")[0][0])
@@ -134,11 +199,13 @@ def latest(connection: Connection, settings: Settings, most: int = 5) -> list[Ep
     """The newest episodes, the newest first."""
     if not _may(connection, settings, "SELECT"):
         return []
+    # The comparison writes a row for each part that it has ordered, so that what it has done shows while it goes on.
     rows = query(
         connection,
-        "SELECT kind, cause, ended_at, events, coalesce(first_offset, 0), coalesce(last_offset, 0),"
-        f" coalesce(min_seq, 0), coalesce(max_seq, 0), unreadable FROM {own_table(settings.namespace, 'recoveries')}"
-        " ORDER BY id DESC LIMIT %s",
+        "SELECT kind, cause, max(ended_at), sum(events)::bigint, coalesce(min(first_offset), 0),"
+        " coalesce(max(last_offset), 0), coalesce(min(min_seq), 0), coalesce(max(max_seq), 0), unreadable"
+        f" FROM {own_table(settings.namespace, 'recoveries')}"
+        " GROUP BY kind, cause, began_at, generation, unreadable ORDER BY max(id) DESC LIMIT %s",
         (most,),
         doing="reading what was recovered",
     )

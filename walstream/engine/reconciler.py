@@ -75,6 +75,7 @@ class Reconciler:
         self._check_table = check
         self._candidate: tuple[int, int] | None = None  # (highest seq, xmax) when the last pass began
         self._partitions: frozenset[int] = frozenset()  # whose ends were looked up
+        self._recorded: int | None = None  # the offset up to which everything that was recovered is in an episode
 
     def run(self) -> None:
         """One pass.
@@ -91,9 +92,12 @@ class Reconciler:
             self._came_below(connection, proven) or self._something_attached(connection, proven)
         ):
             proven = None
-        recovered, ends = 0, (0, 0)
+        recovered = 0
         given_up = episodes.given_up(connection, settings)
         began_at = episodes.now(connection)
+        cause = f"slot {settings.slot} did not deliver them"
+        if self._recorded is None:
+            self._record(connection, f"{cause}; the comparison that ordered them was cut short", began_at)
         for seqs in missing_seqs(
             connection,
             settings.ledger,
@@ -105,7 +109,7 @@ class Reconciler:
             rows = in_commit_order(connection, settings.ledger, seqs)
             self._check_table()
             self._order(rows)
-            ends = (ends[0] if recovered else seqs[0], seqs[-1])  # they come ascending
+            self._record(connection, cause, began_at)
             recovered += len(rows)
             log.warning(
                 "%d rows between seq %d and %d had no offset and got one now, flagged recovered: the slot %r did not"
@@ -117,15 +121,6 @@ class Reconciler:
             )
         if recovered:
             log.warning("the reconciler recovered %d events in all", recovered)
-            episodes.record(
-                connection,
-                settings,
-                "reconciler",
-                f"slot {settings.slot} did not deliver them",
-                episodes.Filled(recovered, min_seq=ends[0], max_seq=ends[1]),
-                began_at=began_at,
-                generation=self._generation,
-            )
         # All that is not above the new bound was ordered before this pass ended; what comes after it counts anew.
         candidate, self._candidate = self._candidate, None if top is None else (top, xmax)
         if (
@@ -230,6 +225,18 @@ class Reconciler:
                 " WHERE generation = %s AND proven_seq IS DISTINCT FROM GREATEST(proven_seq, %s)",
                 (seq, self._generation, seq),
             )
+
+    def _record(self, connection: Connection, cause: str, began_at: str) -> None:
+        """Write down what was recovered so far: part by part, because a pass may be cut short at any moment."""
+        self._recorded = episodes.record_from_order(
+            connection,
+            self._settings,
+            "reconciler",
+            cause,
+            began_at=began_at,
+            generation=self._generation,
+            behind=self._recorded or 0,
+        )
 
     # -- what it asks of ingest -----------------------------------------------------------------------------------
 
