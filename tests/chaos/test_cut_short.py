@@ -101,7 +101,7 @@ def test_what_was_ordered_and_not_recorded_is_found_in_the_order(
     monkeypatch.setattr(caretaker, "_AGAIN_AFTER_FAILURE", 600.0)
     died = []
 
-    def die(self: Reconciler, *arguments: Any) -> None:
+    def die(self: Reconciler, *_: Any) -> None:
         if self._recorded is not None:
             died.append(self)
             raise ConnectionLost("dead")
