@@ -118,7 +118,8 @@ class Delivery:
 
         def step(cur: Cursor, mark: str | None = None) -> None:
             self._parking.wait(cur, waiting)
-            self._cursors.step(cur, self._lane, self.position, through, mark)
+            prepared = not self._options.transactional
+            self._cursors.step(cur, self._lane, self.position, through, mark, prepared=prepared)
 
         self._project_and_write(events, step, alone=not waiting)
         self.position = through
