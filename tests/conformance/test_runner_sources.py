@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -11,8 +12,9 @@ import pytest
 from tests.conftest import Server
 from tests.runner_world import KEY_PREFIX, World, eventually, world_on
 from walstream.engine.doorbell import Doorbell
+from walstream.engine.read_ahead import WORTH
 from walstream.engine.source import EventSource, Reset, StreamSource
-from walstream.errors import RowMissing
+from walstream.errors import ConnectionLost, RowMissing
 from walstream.event import Commit, Event
 from walstream.order.reader import ColdReader
 from walstream.order.wake import Listener
@@ -196,6 +198,34 @@ def test_events_that_come_while_reading_are_neither_lost_nor_doubled(rig: Rig) -
         rig.add(2, 1)
     thread.join(60)
     assert seen == list(range(1, total + 1))
+
+
+def test_a_connection_that_ends_while_it_reads_ahead(server: Server) -> None:
+    """Who starts over from his position gets what comes after it, once and in order."""
+    with world_on(server) as world:
+        rig = StreamRig(world, None)
+        last = rig.add(*[WORTH // 2] * 12)
+        seen: list[int] = []
+        lost = 0
+        for number in itertools.count():
+            try:
+                batch = rig.source.read(seen[-1] if seen else 0, limit=WORTH, timeout=0)
+            except ConnectionLost:
+                lost += 1
+                rig.source.close()
+                continue
+            seen += offsets(batch.events)
+            if batch.through == last:
+                break
+            if number % 3 == 0:
+                world.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND application_name = 'cold'"
+                )
+        assert seen == list(range(1, last + 1))
+        assert lost
+        rig.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "walstream-read-ahead"]
 
 
 def test_a_declared_erasure_is_passed_over(rig: Rig) -> None:

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from walstream.errors import ConnectionLost, LedgerError
 from walstream.event import Event
+from walstream.source.connection import abandon
+
+from .read_ahead import Cold, ReadAhead
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection
@@ -82,21 +85,6 @@ class Hot(Protocol):
     ) -> Sequence[Event] | None: ...
 
 
-class ColdBatch(Protocol):
-    """What the cold reader returns."""
-
-    @property
-    def events(self) -> Sequence[Event]: ...
-    @property
-    def through(self) -> int: ...
-
-
-class Cold(Protocol):
-    """The cold reader (walstream.order.reader)."""
-
-    def read(self, after: int, limit: int, max_bytes: int) -> ColdBatch: ...
-
-
 class Waiter(Protocol):
     """Waits until there may be new order (walstream.order.wake)."""
 
@@ -135,7 +123,7 @@ class StreamSource:
         self._dry_at = -1
         self._dry_until = 0.0
         self._connection: Connection | None = None
-        self._cold: Cold | None = None
+        self._cold: ReadAhead | None = None
         self._cold_used = 0.0
         self._path: Path = "cold" if hot is None else "hot"
 
@@ -173,7 +161,9 @@ class StreamSource:
 
     def close(self) -> None:
         """Give the cold reader's connection back; the next cold read makes a new one."""
-        self._cold = None
+        if self._cold is not None:
+            self._cold.close()
+            self._cold = None
         self._dry_at = -1
         if self._connection is not None:
             with contextlib.suppress(Exception):
@@ -189,6 +179,8 @@ class StreamSource:
         if events is None:
             return None
         self._path = "hot"
+        if self._cold is not None:
+            self._cold.forget()
         if self._connection is not None and time.monotonic() - self._cold_used > _COLD_CONNECTION_KEPT:
             self.close()
         if not events:
@@ -214,10 +206,10 @@ class StreamSource:
         batch = reader.read(after, limit, self._max_bytes)
         return EventBatch(batch.events, max(batch.through, after))
 
-    def _reader(self) -> Cold:
+    def _reader(self) -> ReadAhead:
         if self._cold is None:
-            self._connection = self._connect()
-            self._cold = self._make_cold(self._connection)
+            connection = self._connection = self._connect()
+            self._cold = ReadAhead(self._make_cold(connection), lambda: abandon(connection))
         self._cold_used = time.monotonic()
         return self._cold
 
