@@ -1,4 +1,5 @@
-"""The stream of a chaos run: every kind of projector, each of which leaves behind what the oracle can count.
+"""The stream of a chaos run, and its worker: every kind of projector, each of which leaves behind what the oracle can
+count.
 
 Nothing here has a key or a constraint that would hide a double delivery. Where things are written comes from the
 environment: ``CHAOS_FOLDER``, and ``CHAOS_AUDIT`` for the trail, which has a disk of its own.
@@ -10,14 +11,22 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from walstream import Context, Event, Projector, Stream
+from walstream import ClaimedJob, Context, Event, Projector, Stream, TurnLedger, Worker
 from walstream.demo.orphans import end_with_the_demo
 from walstream.projectors.audit_sink import AuditSink
+from walstream.projectors.handoff_router import HandoffRouter
 from walstream.projectors.json_lines_file import JsonLinesFile
+from walstream.projectors.snapshot_writer import SnapshotWriter
+
+from .plan import LEASE_SECONDS
 
 POISON = "chaos.poison"
 MARK = "chaos.mark"
+AGENT = "worker"
+TURNS = "CREATE TABLE turns (job_id bigint NOT NULL, fencing_token bigint NOT NULL)"
+"""What workers write in the transaction that completes a job: twice, if a job was completed twice."""
 
 
 class Rows(Projector):
@@ -101,6 +110,8 @@ def _stream(folder: Path, audit: Path) -> Stream:
     made.add(Lines("external", folder / "external"))
     made.add(Lines("slow", folder / "slow", batch=200, nap=0.0007))
     made.add(JsonLinesFile(folder / "events.jsonl"))
+    made.add(HandoffRouter(agents=(AGENT,)))
+    made.add(SnapshotWriter(every_events=20))
     made.add(
         AuditSink(
             audit,
@@ -114,6 +125,23 @@ def _stream(folder: Path, audit: Path) -> Stream:
     return made
 
 
+def _worker() -> Worker:
+    made = Worker(agent=AGENT, concurrency=2, lease_seconds=LEASE_SECONDS, retry_first=0.1, retry_cap=1.0)
+
+    @made.handle
+    def turn(context: dict[str, Any], job: ClaimedJob, ledger: TurnLedger) -> None:
+        del context
+        ledger.append_now("turn.began", {"job": job.job_id, "token": job.fencing_token})
+        time.sleep(0.05)
+        ledger.append("task.completed", {"job": job.job_id, "token": job.fencing_token})
+        ledger.on_completion(
+            lambda cur: cur.execute("INSERT INTO turns VALUES (%s, %s)", (job.job_id, job.fencing_token))
+        )
+
+    return made
+
+
 if "CHAOS_FOLDER" in os.environ:
     end_with_the_demo()
     stream = _stream(Path(os.environ["CHAOS_FOLDER"]), Path(os.environ["CHAOS_AUDIT"]))
+    worker = _worker()

@@ -14,11 +14,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Consumer:
-    """``walstream run`` on a target, with its output in a file.
+    """``walstream run`` on a target, or another command, with its output in a file.
 
     Args:
         dsn: of the ledger's database.
         log: where standard output and error go (appended).
+        command: of walstream.
         target: ``package.module:stream``.
         settings: further settings, as environment (``LEASE_SECONDS="2"``).
         flags: further words of the command line.
@@ -29,13 +30,14 @@ class Consumer:
         dsn: str,
         log: Path,
         *,
+        command: str = "run",
         target: str = "tests.chaos.projectors:stream",
         settings: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
         self._log = log
-        self._command = [sys.executable, "-m", "walstream", "run", target, *flags]
+        self._command = [sys.executable, "-m", "walstream", command, target, *flags]
         self._environ = {
             **os.environ,
             "WALSTREAM_DSN": dsn,

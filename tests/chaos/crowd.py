@@ -1,5 +1,6 @@
-"""The load of a chaos run: what :class:`~tests.chaos.load.Load` does, and large transactions, poison, sessions that
-several writers share through ``append``, and commits whose answer never came and that are tried again under their key.
+"""The load of a chaos run: what :class:`~tests.chaos.load.Load` does, and large transactions, poison, handoffs,
+sessions that several writers share through ``append``, and commits whose answer never came and that are tried again
+under their key.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from walstream import Ledger
 from walstream.config import Settings
 from walstream.errors import WalstreamError
 
-from .cast import POISON
+from .cast import AGENT, POISON
 from .load import Load
 
 _MANY = (
     "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
     " SELECT %s, %s, 'tool.observed', jsonb_build_object('n', n, 'text', repeat('x', %s))"
+    " FROM generate_series(1, %s) AS n"
+)
+_HANDOFF = (
+    "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
+    " SELECT %s, %s, 'handoff.emitted', jsonb_build_object('to', %s::text, 'message', n)"
     " FROM generate_series(1, %s) AS n"
 )
 _ONE = "INSERT INTO agent_events (session_id, agent_id, event_type, payload) VALUES (%s, %s, %s, '{}')"
@@ -33,6 +39,8 @@ class Crowd(Load):
         appended: keys under which an event was appended and seen to be there.
         poison_sessions: sessions in which an event was committed that the projector ``poisoned`` cannot stomach.
     """
+
+    types = ("model.requested", "model.responded", "tool.invoked", "tool.observed")  # a handoff is one of its own here
 
     def __init__(self, settings: Settings, *, writers: int, seed: int, pause: float, largest: int) -> None:
         super().__init__(settings.require_dsn(), writers=writers, seed=seed, pause=pause)
@@ -60,6 +68,13 @@ class Crowd(Load):
                 for event_type in ("task.started", POISON, "task.completed"):
                     cur.execute(_ONE, (session, agent, event_type))
             self.poison_sessions.add(session)  # before the commit: if its answer is lost it may be there all the same
+            connection.commit()
+            return True
+        if kind < 0.012:
+            # In sessions of their own, for workers append there as well, and they take turns with `append` only.
+            session = str(uuid.UUID(int=chance.getrandbits(128), version=4))
+            with connection.cursor() as cur:
+                cur.execute(_HANDOFF, (session, agent, AGENT, chance.randrange(1, 4)))
             connection.commit()
             return True
         if kind < 0.1:

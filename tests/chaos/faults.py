@@ -11,7 +11,7 @@ from typing import Any, Final
 import psycopg2.errors
 
 from .plan import LEASE_SECONDS, Step
-from .stage import SLOT, Stage
+from .stage import SLOT, WORKERS, Stage
 
 _OURS: Final = "FROM pg_stat_activity WHERE application_name LIKE 'walstream:%%' AND pid <> pg_backend_pid()"
 _DROP_SLOT: Final = (
@@ -74,6 +74,12 @@ class Faults:
             stage.kill("consumer")
         stage.promote_second()
         return began
+
+    def _inject_worker_kill(self, which: int, how: str, seconds: float) -> float:
+        worker = WORKERS[which]
+        if how == "stop":
+            return self._inject_stop(worker, seconds)
+        return self._inject_kill(worker, seconds)
 
     # -- connections and the server ------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ class Load:
         pause: seconds between two transactions of a writer, at the most.
     """
 
+    types: tuple[str, ...] = _TYPES
+
     def __init__(self, dsn: str, *, writers: int = 4, seed: int = 1, pause: float = 0.004) -> None:
         self._dsn = dsn
         self._pause = pause
@@ -80,7 +82,7 @@ class Load:
         session = chance.choice(sessions)
 
         def one(size: int = 60) -> tuple[str, str, str, str]:
-            return session, agent, chance.choice(_TYPES), '{"text": "' + "x" * chance.randrange(size) + '"}'
+            return session, agent, chance.choice(self.types), '{"text": "' + "x" * chance.randrange(size) + '"}'
 
         with connection.cursor() as cur:
             if kind < 0.10:  # rolled back: a gap in seq

@@ -47,6 +47,7 @@ KINDS: Final[dict[str, str]] = {
     "slow": "each piece of data takes long, and there are few bytes a second",
     "disk_full": "the disk of the audit trail is full for a while",
     "two_consumers": "a second consumer stands by, and then the one that works is killed, stopped or told to end",
+    "worker_kill": "SIGKILL of a worker, or SIGSTOP for longer than the lease of its jobs",
     "slot_dropped": "the slot is dropped under a living consumer",
     "slot_advanced": "the slot is moved past events that were never read",
     "slot_invalidated": "the server gives up WAL that the slot needs, while nobody reads",
@@ -83,6 +84,10 @@ def _choices(kind: str, chance: random.Random) -> dict[str, Any]:
             long = chance.random() < 0.5
             seconds = chance.uniform(1.1, 2.5) * LEASE_SECONDS if long else chance.uniform(0.2, 0.8) * LEASE_SECONDS
             return {"who": chance.choice(("consumer", "consumer", "reader")), "seconds": seconds}
+        case "worker_kill":
+            how = chance.choice(("kill", "kill", "stop"))
+            seconds = chance.uniform(1.1, 2.0) * LEASE_SECONDS if how == "stop" else chance.uniform(0, 1)
+            return {"which": chance.randrange(2), "how": how, "seconds": seconds}
         case "backend":
             return {"which": chance.randrange(1000)}
         case "stall":

@@ -19,11 +19,12 @@ import psycopg2
 
 from tests.cli_calls import call
 
+from .cast import TURNS
 from .crowd import Crowd
 from .faults import Faults
 from .plan import BIRTHS, TERMINAL, Step, steps
 from .recovery import Recoveries
-from .stage import Ended, Stage
+from .stage import WORKERS, Ended, Stage
 from .verdict import PROJECTORS, Verdict, judge, parked_as_it_should
 
 _SETTLE_SECONDS = 240.0
@@ -32,6 +33,7 @@ _PAUSE, _LONG_PAUSE = 0.15, 3.0  # seconds between two transactions of a writer,
 _BACKLOG = 1_500  # events: above it the writers take the long one, so that a busy machine is not taken for a hang
 _BIRTHS_WITHIN = 600.0  # seconds in which a consumer makes at most five slots
 _BIRTHS = 4
+_WORK = "SELECT count(*) FROM agent_jobs WHERE status NOT IN ('COMPLETED', 'FAILED', 'CANCELED')"
 _COUNTS = """\
 SELECT (SELECT count(*) FROM agent_events),
        (SELECT coalesce(min(position), 0) FROM walstream.cursors),
@@ -158,7 +160,8 @@ class Run:
         assert set_up.exit_code == 0, set_up
         recoveries = Recoveries(stage.server.execute, PROJECTORS)
         self._going_on = lambda: [outage.kind for outage in recoveries.open]
-        for who in ("consumer", "reader"):
+        stage.execute(TURNS)
+        for who in ("consumer", "reader", *WORKERS):
             stage.start(who)
         crowd = Crowd(stage.settings, writers=self._writers, seed=self._seed, pause=_PAUSE, largest=_LARGEST)
         crowd.start()
@@ -183,7 +186,7 @@ class Run:
         parked = report.verdict.parked
         report.verdict = judge(stage.execute, stage.folder, crowd.appended)
         report.verdict.parked = parked
-        report.verdict.findings += findings + _audit(stage, report.verdict.events)
+        report.verdict.findings += findings + _audit(stage, report.verdict.events) + _snapshots(stage)
 
     def _inject(self, stage: Stage, recoveries: Recoveries, report: Report, say: Callable[[str], None]) -> None:
         progress = self.progress
@@ -225,7 +228,9 @@ class Run:
         while time.monotonic() < deadline:
             events, delivered, projectors = stage.execute(_COUNTS)[0]
             self.progress.events, self.progress.delivered = events, delivered
-            if delivered >= events and projectors >= PROJECTORS:
+            done = delivered >= events and projectors >= PROJECTORS and stage.execute(_WORK) == [(0,)]
+            # Workers write events when they complete a job, so the two are looked at together.
+            if done and stage.execute(_COUNTS)[0][0] == events:
                 return
             time.sleep(0.2)
         say(f"not everything was delivered in time: {_standing(stage)}")
@@ -271,6 +276,14 @@ def _audit(stage: Stage, events: int) -> list[str]:
         return [f"the audit trail: {called.stdout[-800:]}{called.stderr[-800:]}"]
     recorded = called.json["events"]
     return [] if recorded == events else [f"the audit trail holds {recorded} events"]
+
+
+def _snapshots(stage: Stage) -> list[str]:
+    """`walstream verify --snapshots`: each is what its session's events fold to."""
+    called = call("verify", "--snapshots", "--json", dsn=stage.server.dsn())
+    if called.exit_code:
+        return [f"the snapshots: {called.stdout[-800:]}{called.stderr[-800:]}"]
+    return [] if stage.execute("SELECT count(*) FROM agent_snapshots") != [(0,)] else ["there are no snapshots"]
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from .plan import LEASE_SECONDS
 
 SLOT: Final = "chaos"
 APART: Final = ("far", "audit-sink")  # what runs in a process without ingest
+WORKERS: Final = ("worker one", "worker two")
 _DISK: Final = "1g"
 _NO_LIMIT: Final = resource.RLIM_INFINITY
 
@@ -98,7 +99,8 @@ class Stage:
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def start(self, who: str) -> None:
-        """Start a process: ``consumer``, ``second`` (the same once more) or ``reader`` (no slot, some projectors)."""
+        """Start a process: ``consumer``, ``second`` (the same once more), ``reader`` (no slot, some projectors), or one
+        of :data:`WORKERS`."""
         with self._lock:
             if who not in self._wanted:
                 self._wanted[who] = self._made(who)
@@ -165,17 +167,19 @@ class Stage:
             "BUFFER_BYTES": "1048576",
             "IDLE_PERSIST_SECONDS": "2",
         }
+        works = who in WORKERS
         return Consumer(
             str(make_dsn(self.server.dsn(tcp=True), port=str(self.network.port))),
             self.folder / f"{who}.log",
-            target="tests.chaos.cast:stream",
+            command="worker" if works else "run",
+            target=f"tests.chaos.cast:{'worker' if works else 'stream'}",
             settings=settings,
             environ={
                 "CHAOS_FOLDER": str(self.folder),
                 "CHAOS_AUDIT": str(self.audit / "trail"),
                 PARENT_VARIABLE: str(os.getpid()),
             },
-            flags=(*(("--no-ingest",) if who == "reader" else ()), *apart),
+            flags=() if works else (*(("--no-ingest",) if who == "reader" else ()), *apart),
         )
 
     def _supervise(self) -> None:

@@ -12,13 +12,32 @@ from typing import Any, Final
 
 from walstream.order.segment import decode_body
 
-from .cast import POISON
+from .cast import AGENT, POISON
 from .oracle import Query
 
 _LINE: Final = re.compile(r"(\d+) (\d+) (\S+) (\S+) ([01]) \.")
 TABLES: Final = ("plain", "laned", "far", "poisoned")
 FILES: Final = ("external", "slow")
-PROJECTORS: Final = 8  # those, the file with its own end, and the audit trail
+PROJECTORS: Final = 10  # those, the file with its own end, router, snapshots, and the audit trail
+
+_IS_HANDOFF: Final = f"h.event_type = 'handoff.emitted' AND h.payload ->> 'to' = '{AGENT}'"
+_JOBS_OF: Final = "SELECT job_id FROM agent_jobs WHERE event_seq = h.seq"
+# Handoffs to the workers, and for each the number that has to be 1: kind of complaint, what, how many.
+_HANDOFFS: Final = (
+    ("lost", "handoffs without a completed job", "SELECT count(*) FILTER (WHERE status = 'COMPLETED') {jobs}"),
+    ("doubled", "handoffs with several jobs", "SELECT count(*) {jobs}"),
+    (
+        "doubled",
+        "jobs that were not completed once",
+        "SELECT count(*) FROM turns AS t JOIN ({ids}) AS j USING (job_id)",
+    ),
+    (
+        "doubled",
+        "jobs whose result is not there once",
+        "SELECT count(*) FROM agent_events AS r JOIN ({ids}) AS j"
+        " ON r.event_type = 'task.completed' AND (r.payload ->> 'job')::bigint = j.job_id",
+    ),
+)
 
 
 @dataclass(slots=True)
@@ -109,6 +128,10 @@ def judge(query: Query, folder: Path, appended: set[str]) -> Verdict:
     keys: dict[str, int] = dict(query("SELECT key, seq FROM walstream.append_keys WHERE key LIKE 'chaos-%%'"))
     verdict.complain("lost", "keys of append", sorted(appended - set(keys)))
     verdict.complain("lost", "events of keys", [key for key, seq in keys.items() if seq not in ledger.sessions])
+    for kind, where, count in _HANDOFFS:
+        asked = count.format(jobs="FROM agent_jobs WHERE event_seq = h.seq", ids=_JOBS_OF)
+        wrong = query(f"SELECT h.seq FROM agent_events AS h WHERE {_IS_HANDOFF} AND ({asked}) <> 1 ORDER BY 1")
+        verdict.complain(kind, where, [seq for (seq,) in wrong])
     # That the publication was touched is on record because it was.
     violations = query("SELECT kind, seq, detail FROM walstream.violations WHERE kind <> 'publication' LIMIT 5")
     if violations:

@@ -112,6 +112,14 @@ def shop(database: Database) -> Iterator[Shop]:
             worker.stop()
 
 
+def test_a_slot_that_is_being_made_keeps_no_worker_from_its_jobs(shop: Shop) -> None:
+    """Ingest makes a lost slot anew, and a worker that starts meanwhile has nothing to do with that."""
+    shop.database.execute("UPDATE walstream.identity SET slot_state = 'filling'")
+    shop.database.execute("UPDATE walstream.ingest SET generation = 1")  # somebody has the lease for it, or had it
+    shop.worker(lambda context, job, ledger: None)
+    shop.ends(shop.hand_off({"message": "look"}))
+
+
 def test_a_turn_and_its_completion_are_one_transaction(shop: Shop) -> None:
     seen: list[Any] = []
 

@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": (*LEAVES, "protocol", "order", "ledger", "source.connection", "source.failures"),
     "worker": (
         *(*LEAVES, "ledger", "order.wake", "source.connection", "source.failures"),
-        *("engine.event_loop", "engine.leadership", "engine.retry"),
+        *("engine.event_loop", "engine.leadership", "engine.retry", "engine.waiting_for_server"),
         *("monitoring.health", "monitoring.reporting"),
     ),
     # An HTTP server is no leaf, and what it serves comes from several rooms: it is given functions, and knows none of

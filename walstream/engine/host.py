@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import psycopg2
-
 from walstream.config import Settings
-from walstream.errors import ExitCode, Unavailable, WalstreamError
-from walstream.ledger.identity import Identity, check_identity
-from walstream.ledger.schema import require_schema
+from walstream.errors import ExitCode, WalstreamError
 from walstream.order.buffer import HotBuffer
 from walstream.source.connection import connect, watch_answers
-from walstream.source.failures import classify
 
 from .ingest_supervisor import IngestSupervisor, Ports
 from .leadership import owner_name
 from .projector import Projector
 from .runner_group import RunnerGroup
+from .waiting_for_server import identity_once_it_answers
 
 log = logging.getLogger("walstream.host")
 
@@ -83,7 +78,17 @@ class Host:
             raise
 
     def _start(self) -> None:
-        identity = self._identity()
+        settings = self._settings
+        identity = identity_once_it_answers(
+            settings,
+            lambda: connect(
+                settings.require_dsn(),
+                application_name=f"walstream:{settings.namespace}:host",
+                connect_timeout=settings.connect_timeout,
+            ),
+            self._stopping,
+            log,
+        )
         if identity is None:
             return
         owner = owner_name()
@@ -164,30 +169,3 @@ class Host:
             and bool(self._projectors)
             and len(runners.halted) == len(self._projectors)
         )
-
-    def _identity(self) -> Identity | None:
-        """Who the ledger is; waits for a server that is away, ``None`` if told to stop meanwhile."""
-        attempt = 0
-        settings = self._settings
-        while not self._stopping.is_set():
-            try:
-                connection = connect(
-                    settings.require_dsn(),
-                    application_name=f"walstream:{settings.namespace}:host",
-                    connect_timeout=settings.connect_timeout,
-                )
-                try:
-                    require_schema(connection, settings)
-                    # A slot that is being made is ingest's affair: projectors read what is ordered without one.
-                    return check_identity(connection, settings, unfinished=settings.recover_slot == "auto")
-                finally:
-                    connection.close()
-            except (WalstreamError, psycopg2.Error) as raised:
-                error = classify(raised, doing="reading the ledger's identity")
-                if not isinstance(error, Unavailable):
-                    raise error from (None if error is raised else raised)
-                attempt += 1
-                pause = min(settings.retry_cap_seconds, 0.1 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
-                log.warning("waiting for the server, next try in %.1f s: %s", pause, error)
-                self._stopping.wait(pause)
-        return None

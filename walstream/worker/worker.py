@@ -16,10 +16,8 @@ if __name__ == "__main__":
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import random
 import signal
 import threading
 import time
@@ -27,19 +25,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psycopg2
 from pydantic import BaseModel
 
 from walstream.config import Settings, load
 from walstream.engine.retry import Backoff
-from walstream.errors import ConfigError, ExitCode, Unavailable, WalstreamError
-from walstream.ledger.identity import check_identity
+from walstream.engine.waiting_for_server import identity_once_it_answers
+from walstream.errors import ConfigError, ExitCode
 from walstream.ledger.job import LEASE_SECONDS
-from walstream.ledger.schema import APPROVALS_VERSION, require_schema
+from walstream.ledger.schema import APPROVALS_VERSION
 from walstream.ledger.taxonomy import TAXONOMY
 from walstream.monitoring.health import Health
 from walstream.monitoring.reporting import reporting
-from walstream.source.failures import classify
 
 from .shift import Options, Shift, connect_plainly
 from .standing import begin_counting, worker_health, worker_samples
@@ -185,7 +181,10 @@ class Worker:
         chosen = settings or self.settings()
         self._stopping.clear()
         self.error = None
-        if self._wait_for_server(chosen):
+        found = identity_once_it_answers(
+            chosen, lambda: connect_plainly(chosen, "worker"), self._stopping, log, version=APPROVALS_VERSION
+        )
+        if found is not None:
             begin_counting(self.options.agent)
             self._shift = Shift(self.options, chosen, self._handler, self._ended)
             self._shift.start()
@@ -252,25 +251,6 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _wait_for_server(self, settings: Settings) -> bool:
-        """Check the set-up once the server answers; false if told to stop before."""
-        attempt = 0
-        while not self._stopping.is_set():
-            try:
-                with contextlib.closing(connect_plainly(settings, "worker")) as conn:
-                    require_schema(conn, settings, APPROVALS_VERSION)
-                    check_identity(conn, settings)  # a copy of production must not do production's jobs
-                return True
-            except (WalstreamError, psycopg2.Error) as raised:
-                error = classify(raised, doing="starting the worker")
-                if not isinstance(error, Unavailable):
-                    raise error from (None if error is raised else raised)
-                attempt += 1
-                pause = min(settings.retry_cap_seconds, 0.1 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
-                log.warning("waiting for the server, next try in %.1f s: %s", pause, error)
-                self._stopping.wait(pause)
-        return False
 
     def _ended(self, error: BaseException) -> None:
         if self.error is None:
