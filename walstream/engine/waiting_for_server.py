@@ -1,4 +1,4 @@
-"""The start of a process: the server may be away, and is waited for; whose ledger it is, is asked as soon as it answers."""
+"""The start of a process: a server that is away is waited for, and asked whose ledger it has as soon as it answers."""
 
 from __future__ import annotations
 
