@@ -17,7 +17,7 @@ from pathlib import Path
 
 # By the Linux Filesystem Hierarchy no folder is promised to be in memory; this one is wherever glibc has shm_open(3).
 _FOLDER = Path("/dev/shm")
-# What the tests hold there at once is below one; the slow ones hold more, and the rest is for the processes.
+# What the tests hold there at once is below one of these, and the slow ones two. The rest is for the processes.
 _FREE = 6 << 30
 _AVAILABLE = 10 << 30
 
