@@ -98,6 +98,46 @@ def test_a_commit_without_a_cursor_is_looked_after_too(asking: tuple[Asking, Net
     assert one.look_until(lambda: not thread.is_alive(), 60), "it waits still"
 
 
+@pytest.mark.parametrize("lost", ["before it began", "in the middle", "at its end"])
+def test_rows_that_are_streamed_are_looked_after_too(asking: tuple[Asking, Network], lost: str) -> None:
+    """A cursor on the server asks with every fetch, and when it is closed."""
+    one, network = asking
+    one.connection.autocommit = False
+    cursor = one.connection.cursor("rows")
+    cursor.itersize = 10
+
+    def stream() -> None:
+        with pytest.raises(psycopg2.Error):
+            if lost == "before it began":
+                network.half_open("both")
+            cursor.execute("SELECT generate_series(1, 1000)")
+            if lost == "at its end":
+                cursor.fetchone()
+                network.half_open("both")
+                cursor.close()
+            for (number,) in cursor:
+                if number == 20:
+                    network.half_open("both")
+
+    thread = threading.Thread(target=stream, daemon=True)
+    thread.start()
+    assert one.look_until(lambda: not thread.is_alive(), 20), "it waits still"
+
+
+def test_rows_that_are_streamed_come_as_they_are(asking: tuple[Asking, Network]) -> None:
+    one, _ = asking
+    one.connection.autocommit = False
+    cursor = one.connection.cursor("rows", scrollable=True)
+    cursor.execute("SELECT generate_series(1, 10)")
+    assert cursor.fetchone() == (1,)
+    assert cursor.fetchmany(2) == [(2,), (3,)]
+    cursor.scroll(-1)
+    assert next(cursor) == (3,)
+    assert [number for (number,) in cursor] == list(range(4, 11))
+    assert cursor.fetchall() == []
+    cursor.close()
+
+
 def test_a_statement_that_takes_long_is_left_alone(asking: tuple[Asking, Network]) -> None:
     one, _ = asking
     thread = one.ask("SELECT pg_sleep(2)")

@@ -92,12 +92,17 @@ def streamed(conn: Connection, sql: str, values: dict[str, Any]) -> Iterator[Ite
     cur.itersize = _FETCH
     cur.execute(sql, values)
     try:
-        yield iter(cur)
+        yield _fetched(cur)
     except BaseException:
         with contextlib.suppress(psycopg2.Error):  # it must not take the place of what went wrong
             cur.close()
         raise
     cur.close()
+
+
+def _fetched(cur: Cursor) -> Iterator[tuple[Any, ...]]:
+    while rows := cur.fetchmany(_FETCH):
+        yield from rows
 
 
 def stored_rows(

@@ -65,6 +65,36 @@ class AskingCursor(Cursor):
             asking.asked_at = None
 
 
+class AskingStream(AskingCursor):
+    """The same for a cursor on the server, whose every fetch, and its end, is a question as well."""
+
+    def _asking(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        asking = self.connection
+        asking.asked_at = time.monotonic()
+        try:
+            return ask(*arguments)
+        finally:
+            asking.asked_at = None
+
+    def __next__(self) -> Any:
+        return self._asking(super().__next__)
+
+    def fetchone(self) -> Any:
+        return self._asking(super().fetchone)
+
+    def fetchmany(self, size: int | None = None) -> Any:
+        return self._asking(super().fetchmany, self.itersize if size is None else size)
+
+    def fetchall(self) -> Any:
+        return self._asking(super().fetchall)
+
+    def scroll(self, value: int, mode: str = "relative") -> None:
+        self._asking(super().scroll, value, mode)
+
+    def close(self) -> None:
+        self._asking(super().close)
+
+
 class AskingConnection(Connection):
     """Knows since when it waits for an answer, and how the same server is reached once more.
 
@@ -81,9 +111,9 @@ class AskingConnection(Connection):
     again: Callable[[], Connection] | None = None
 
     def cursor(self, name: Any = None, cursor_factory: Any = None, **named: Any) -> Any:  # type: ignore[override]  # three overloads in one
-        if name is not None:
-            return super().cursor(name, cursor_factory=cursor_factory, **named)
         plain = cursor_factory is None or cursor_factory is Cursor
+        if name is not None:
+            return super().cursor(name, cursor_factory=AskingStream if plain else cursor_factory, **named)
         return super().cursor(cursor_factory=AskingCursor if plain else cursor_factory, **named)
 
     def commit(self) -> None:
