@@ -15,12 +15,14 @@ MOVED = "SELECT pg_replication_slot_advance(%s, pg_current_wal_insert_lsn())"
 DROPPED = "SELECT pg_drop_replication_slot(%s)"
 
 
-def run_for_a_moment(stream: Installed) -> None:
-    """Start, read what is there and one event more, and stop."""
+def run_for_a_moment(stream: Installed, *, found: bool = False) -> None:
+    """Start, read what is there and one event more, and stop; if something is ``found``, once that is on record."""
     recorder = Recorder()
     with stream.host(recorder):
         stream.insert("one more")
         eventually(lambda: "one more" in recorder.types, "it is read")
+        if found:  # an event may be delivered before that
+            eventually(lambda: stream.place.execute(FOUND), "it is on record")
 
 
 @pytest.mark.parametrize(("by", "words"), [(MOVED, "somebody else has moved it"), (DROPPED, "was made anew")])
@@ -32,7 +34,7 @@ def test_a_delete_that_was_never_sent_leaves_a_trace(database: Database, by: str
     database.execute("DELETE FROM agent_events WHERE seq = 1")
     database.execute(by, stream.settings.slot)
     for _ in range(2):  # and once is enough
-        run_for_a_moment(stream)
+        run_for_a_moment(stream, found=True)
         ((kind, origin, ordinal, detail),) = database.execute(FOUND)
         assert (kind, origin, ordinal) == ("slot", "catalogue", ORDINAL)
         assert words in detail
