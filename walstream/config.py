@@ -139,7 +139,7 @@ class Settings(_Model):
         "auto", description="whether `run` makes a slot anew that was lost; what it missed is taken from the ledger"
     )
 
-    buffer_bytes: int = Field(64 * MiB, ge=MiB, description="hot buffer: events kept in memory for projectors")
+    buffer_bytes: int = Field(48 * MiB, ge=MiB, description="hot buffer: events kept in memory for projectors")
     pending_bytes: int = Field(16 * MiB, ge=MiB, description="received and not yet ordered, at the most")
     chunk_bytes: int = Field(
         4 * MiB, ge=64 * 1024, description="a segment's payload, at the most (a larger event is its own)"
