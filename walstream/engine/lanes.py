@@ -61,8 +61,8 @@ class Selection:
 
 
 _FIRST_BATCH: Final = 500
-_QUICK: Final = 0.05
-_SLOW: Final = 0.5
+_QUICK: Final = 0.2
+_SLOW: Final = 1.0
 
 
 class BatchSize:
@@ -70,8 +70,8 @@ class BatchSize:
 
     A batch costs a round trip or three to the server whatever its size, so where projecting is quick larger ones are
     cheaper. Where it is slow they would only be long transactions, and much to be done again after a failure. So the
-    size doubles after a full batch that took less than 50 ms, and is halved after one that took more than half a
-    second; it begins at 500, and never falls below.
+    size doubles after a full batch that took less than 0.2 s (one that waits for a slow disk once, whatever its size,
+    still does), and is halved after one that took more than a second; it begins at 500, and never falls below.
 
     Args:
         most: what the projector takes (``batch``).

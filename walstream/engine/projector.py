@@ -44,7 +44,7 @@ class Projector:
         lanes: threads, each with the sessions of one hash; 1 keeps the commit order over all sessions. With more, one
             object is called from several threads at once.
         batch: the most events that :meth:`project` receives at once (a larger transaction is split). Up to 500 at
-            first; more only where a full batch takes less than 50 ms.
+            first; more only where a full batch takes less than 0.2 s.
         deadline: seconds that a transactional batch may take before its transaction is ended from outside.
         synchronous_commit: ``False``: a transactional batch does not wait until its commit is on the disk. A crash of
             the server may take the last moments back, effect and cursor together, and the events come again. Good where
