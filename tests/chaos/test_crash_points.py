@@ -21,6 +21,7 @@ from tests.conftest import Database
 from tests.integration.streams import Installed, eventually
 from walstream.audit.keys import generate
 
+from .cast import TURNS
 from .consumer import Consumer
 from .verdict import PROJECTORS, judge
 
@@ -83,6 +84,7 @@ class Scene:
         self.database = database
         self.folder = folder
         self.stream = Installed(database)
+        database.execute(TURNS)  # which workers would fill; the oracle asks for it
         generate(folder / "audit.key")
         (folder / "heads").mkdir()
         (folder / "antidote").touch()
