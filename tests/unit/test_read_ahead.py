@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.integration.streams import eventually
+from walstream.engine import read_ahead
 from walstream.engine.read_ahead import WORTH, ReadAhead
 from walstream.errors import ConnectionLost
 from walstream.event import Event
@@ -68,6 +69,15 @@ def test_where_there_is_little_nothing_is_read_ahead() -> None:
     ahead.read(0, WORTH, 1)
     ahead.close()
     assert reader.reads == [(0, WORTH)]
+
+
+def test_what_has_waited_for_long_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, reader = made()
+    ahead.read(0, WORTH, 1)
+    eventually(lambda: len(reader.reads) == 2 and not _reading_ahead(), "it has read ahead")
+    monkeypatch.setattr(read_ahead, "FRESH_SECONDS", 0.0)
+    assert ahead.read(WORTH, WORTH, 1).through == 2 * WORTH
+    assert reader.reads[:3] == [(0, WORTH), (WORTH, WORTH), (WORTH, WORTH)]
 
 
 def test_an_error_comes_when_it_is_its_turn() -> None:

@@ -1,13 +1,14 @@
 """The next cold batch, read while the one before is being projected.
 
 Who is far behind would otherwise wait for the server while the server waits for him. One batch is read ahead, on the
-same connection, and only where the last one was so large that there is probably more. What was read ahead is as old as
-a batch in a lane's hands: it is given to nobody who asks for another place, and it ends with its connection.
+same connection, and only where the last one was so large that there is probably more. What was read ahead is given to
+nobody who asks for another place, or comes for it late, and it ends with its connection.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -15,6 +16,10 @@ from walstream.event import Event
 
 WORTH: Final = 500
 """A batch that accounts for so many offsets is followed by another one, probably."""
+
+FRESH_SECONDS: Final = 5.0
+"""What was read longer ago is read again: a projector may have waited for hours with the batch before, and rows may
+have been erased since."""
 
 
 class ColdBatch(Protocol):
@@ -52,11 +57,11 @@ class ReadAhead:
         """See the cold reader's; also for what is raised."""
         place = (after, limit, max_bytes)
         errand, self._errand = self._errand, None
-        if errand is not None and errand.place == place:
+        if errand is not None:
+            errand.join()  # the connection is in use until then
+        if errand is not None and errand.place == place and time.monotonic() - errand.ended < FRESH_SECONDS:
             batch = errand.result()
         else:
-            if errand is not None:
-                errand.join()  # the connection is in use until then
             batch = self._reader.read(*place)
         if batch.through - after >= WORTH:
             self._errand = _Errand(self._reader, (batch.through, limit, max_bytes))
@@ -82,6 +87,7 @@ class _Errand(threading.Thread):
     def __init__(self, reader: Cold, place: _Place) -> None:
         super().__init__(name="walstream-read-ahead", daemon=True)
         self.place = place
+        self.ended = 0.0
         self._reader = reader
         self._batch: ColdBatch | None = None
         self._error: BaseException | None = None
@@ -91,9 +97,9 @@ class _Errand(threading.Thread):
             self._batch = self._reader.read(*self.place)
         except BaseException as error:  # for whoever asks for it
             self._error = error
+        self.ended = time.monotonic()
 
     def result(self) -> ColdBatch:
-        self.join()
         if self._error is not None:
             raise self._error
         assert self._batch is not None
