@@ -83,8 +83,12 @@ def read_lines(path: Path, *, block: int = _BLOCK) -> Iterator[list[bytes]]:
         OSError: the file cannot be read.
         DamagedFile: it cannot be decompressed.
     """
-    path = as_it_is_now(path)
-    with path.open("rb") as file:
+    try:
+        opened = as_it_is_now(path).open("rb")
+    except FileNotFoundError:  # compressed between the look and the opening
+        opened = as_it_is_now(path).open("rb")
+    path = Path(opened.name)
+    with opened as file:
         parts: list[bytes] = []  # of a line that is longer than a block
         for data in _blocks(file, path, block):
             end = data.rfind(b"\n")
