@@ -40,6 +40,7 @@ _DELICATE_NUMBER = re.compile(rb"[0-9][0-9.]{15,}|[0-9][eE][-+]?[0-9]")
 _AS_ONE_DIGIT: Final = bytes.maketrans(b"0123456789.", b"0" * 11)
 _MANY_DIGITS: Final = b"0" * 16
 _BACKSLASH: Final = ord("\\")
+_EXACT: Final = frozenset({str, int, bool, type(None)})
 _LARGE: Final = 1024 * 1024  # from here on a copy is dearer than time
 _UNPARSED: Final = object()
 
@@ -194,11 +195,15 @@ def parse_payload(raw: bytes) -> Any:
             ``Decimal`` holds (only the type ``json`` keeps those), or no JSON at all.
     """
     try:
-        if not _is_delicate(raw):
-            try:
-                return orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                pass  # orjson stops at a depth of 1024; the standard library says precisely what is wrong
+        try:
+            parsed = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            pass  # orjson stops at a depth of 1024; the standard library says precisely what is wrong
+        else:
+            # Whatever number orjson distorts, it makes a float of: it has no Decimal and no integers beyond 64 bits.
+            # Most payloads are one object without any, and to ask that is much cheaper than to look at the text.
+            if (type(parsed) is dict and _EXACT.issuperset(map(type, parsed.values()))) or not _is_delicate(raw):
+                return parsed
         return json.loads(raw, parse_float=_exact_float, parse_constant=_refuse_constant)
     except (ValueError, RecursionError, ArithmeticError) as error:  # the last: an exponent beyond Decimal's
         raise PayloadError(

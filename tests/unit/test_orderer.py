@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from walstream.engine.backlog import Noticed, Recovered
+from walstream.engine.gathering import Gathering
 from walstream.engine.intake import Burst
 from walstream.engine.orderer import Orderer
 from walstream.engine.violations import Violation
@@ -267,6 +268,34 @@ def test_positions_are_asked_for_now_and_then_and_nothing_is_idle_before(bench: 
     assert ends == sorted(ends)
     bench.orderer.confirmable.clear()
     assert bench.orderer.idle
+
+
+class Load(Gathering):
+    """Always load, with a pause of the test's choice."""
+
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        self.pause = pause
+
+    def flushed(self, events: int) -> None:
+        pass
+
+
+def test_under_load_a_flush_takes_what_gathered(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.orderer, "_gathering", Load(0.05))
+    began = time.monotonic()
+    for seq in range(1, 401):
+        bench.orderer.submit(burst((seq, seq * 100, [seq])))
+        time.sleep(0.0002)
+    assert bench.orderer.drain(60)
+    assert bench.offsets() == [(seq, seq) for seq in range(1, 401)]
+    assert len(bench.store.segments) <= (time.monotonic() - began) / 0.05 + 2
+
+
+def test_a_stop_does_not_wait_for_more_to_gather(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.orderer, "_gathering", Load(3600.0))
+    time.sleep(0.2)  # several heartbeats long, so that it stands in the pause by now
+    assert bench.orderer.stop(60)
 
 
 def test_recovered_rows_are_durable_first_and_only_those_without_an_offset(bench: Bench) -> None:

@@ -1,7 +1,8 @@
 """The orderer: gives offsets to what was received, one segment a flush, and only then shows it to anybody.
 
-A thread of its own, so that no wait for SQL keeps the reader from sending feedback. Group commit clocks itself: a
-flush takes all that came while the last one ran, so segments are small when it is quiet and large under load.
+A thread of its own, so that no wait for SQL keeps the reader from sending feedback. A flush takes all that came while
+the last one ran, so segments are small when it is quiet and large under load, where a pause makes them larger still
+(:mod:`walstream.engine.gathering`).
 
 Rules kept here (docs/architecture.md, "The rules of ingest"):
 
@@ -29,6 +30,7 @@ from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot, Tail
 
 from .backlog import Backlog, Noticed, Recovered, without_known
+from .gathering import Gathering
 from .intake import Burst, Piece
 from .violations import Violation
 
@@ -106,6 +108,8 @@ class Orderer:
         self._heartbeat_seconds = heartbeat_seconds
 
         self._changed = threading.Condition()
+        self._stopping = threading.Event()  # beside `_stop`: what is submitted meanwhile must not end a pause
+        self._gathering = Gathering()
         self._queue: deque[Burst | Recovered | Noticed] = deque()
         self._pending_bytes = 0
         self._stop = False
@@ -171,6 +175,7 @@ class Orderer:
         """Order no more; ``False`` if the thread did not end in time (its connection should then be closed)."""
         with self._changed:
             self._stop = True
+            self._stopping.set()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -193,6 +198,8 @@ class Orderer:
         due = time.monotonic() + self._heartbeat_seconds
         nap = _NAP_FIRST
         while True:
+            if self._gathering.pause and not backlog.pieces:
+                self._stopping.wait(self._gathering.pause)
             with self._changed:
                 if not self._queue and not backlog.pieces:
                     until = min(due, self._position_at) if self._behind else due
@@ -275,6 +282,7 @@ class Orderer:
             self._store.append(segment)
             self._seen.add(seqs)
             self._publish(filled, rows, stripped, nbytes)
+            self._gathering.flushed(len(rows))
             self._last_lsn = segment.last_lsn
             self._partial_inserts = segment.partial_inserts
         end = next((piece[2] for piece in reversed(pieces) if piece[2]), 0)
