@@ -292,6 +292,18 @@ def test_under_load_a_flush_takes_what_gathered(bench: Bench, monkeypatch: pytes
     assert len(bench.store.segments) <= (time.monotonic() - began) / 0.05 + 2
 
 
+def test_nothing_gathers_once_the_reader_has_to_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.orderer, "_gathering", Load(3600.0))
+    time.sleep(0.2)  # several heartbeats long, so that it stands in the pause by now
+    small, large = burst((1, 100, [1])), burst((2, 200, [2]))
+    large.nbytes = 1 << 20
+    bench.orderer.submit(small)
+    bench.orderer.submit(large)
+    bench.orderer.wait_for_room(60)
+    assert bench.orderer.has_room
+    assert bench.offsets() == [(1, 1), (2, 2)]
+
+
 def test_a_stop_does_not_wait_for_more_to_gather(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.orderer, "_gathering", Load(3600.0))
     time.sleep(0.2)  # several heartbeats long, so that it stands in the pause by now

@@ -108,8 +108,8 @@ class Orderer:
         self._heartbeat_seconds = heartbeat_seconds
 
         self._changed = threading.Condition()
-        self._stopping = threading.Event()  # beside `_stop`: what is submitted meanwhile must not end a pause
         self._gathering = Gathering()
+        self._gathers = False  # in a pause: what is submitted then need not wake the thread
         self._queue: deque[Burst | Recovered | Noticed] = deque()
         self._pending_bytes = 0
         self._stop = False
@@ -159,7 +159,8 @@ class Orderer:
             self._unfinished += 1
             if isinstance(burst, Burst):
                 self._pending_bytes += burst.nbytes
-            self._changed.notify_all()
+            if not self._gathers or not self.has_room:
+                self._changed.notify_all()
 
     def wait_for_room(self, timeout: float) -> None:
         """Block until the reader may go on, or for ``timeout`` seconds."""
@@ -175,7 +176,6 @@ class Orderer:
         """Order no more; ``False`` if the thread did not end in time (its connection should then be closed)."""
         with self._changed:
             self._stop = True
-            self._stopping.set()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -198,9 +198,11 @@ class Orderer:
         due = time.monotonic() + self._heartbeat_seconds
         nap = _NAP_FIRST
         while True:
-            if self._gathering.pause and not backlog.pieces:
-                self._stopping.wait(self._gathering.pause)
             with self._changed:
+                if self._gathering.pause and not backlog.pieces:
+                    self._gathers = True
+                    self._changed.wait_for(lambda: self._stop or not self.has_room, self._gathering.pause)
+                    self._gathers = False
                 if not self._queue and not backlog.pieces:
                     until = min(due, self._position_at) if self._behind else due
                     self._changed.wait_for(lambda: self._queue or self._stop, max(0.0, until - time.monotonic()))
