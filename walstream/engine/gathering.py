@@ -16,7 +16,7 @@ GATHER_SECONDS: Final = 0.02
 """The longest pause. Longer ones bring no more."""
 
 FULL_EVENTS_PER_SECOND: Final = 20_000.0
-"""The rate from which on the pause is the longest. Below, it falls with the square of the rate: 5 ms at 10,000 a second,
+"""From this rate on the pause is the longest. Below, it falls with the square of the rate: 5 ms at 10,000 a second,
 1.2 ms at 5,000."""
 
 _LEAST: Final = 0.0005  # at less than 3,200 a second there is time for every event
