@@ -73,6 +73,6 @@ def filling(shape: Shape, events: int, *, first: int = 1, sessions: int = 1000) 
         last=first + events - 1,
         batch=shape.batch or events,
         sessions=sessions,
-        text=" || ".join(f"md5((n * 1000 + {k})::text)" for k in digests),
+        text=" || ".join(f"md5((n::bigint * 1000 + {k})::text)" for k in digests),
         size=size,
     )

@@ -17,7 +17,7 @@ from tests.benchmarks import ceiling, drain, mock_walsender
 from tests.benchmarks.draining import by_walstream
 from tests.benchmarks.filled_ledger import FilledLedger
 from tests.benchmarks.peak_memory import peak_mb, peak_mb_in
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import SHAPES, filling
 
 EVENTS = 1200
 
@@ -34,6 +34,15 @@ def test_events_have_the_shape_that_they_are_called_by(filled: FilledLedger) -> 
     assert sizes == [(290, 290, EVENTS)]
     transactions = filled.execute("SELECT count(DISTINCT xmin::text) FROM agent_events")
     assert transactions == [(3,)], "500, 500 and the rest"
+
+
+def test_a_ledger_can_have_five_million_events() -> None:
+    """Numbers of digests no longer fit four bytes there."""
+    shape = SHAPES["B"]
+    with FilledLedger(shape, 1) as ledger:
+        ledger.execute(filling(shape, 2, first=5_000_000))
+        ((longest, count),) = ledger.execute("SELECT max(length(payload::text)), count(*) FROM agent_events")
+    assert (longest, count) == (290, 3)
 
 
 def test_a_played_stream_is_ordered_and_handled_like_a_real_one(filled: FilledLedger, tmp_path: Path) -> None:
