@@ -20,18 +20,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, count, repeat
 from typing import Protocol
 
-from walstream.event import Event, Row
 from walstream.order.buffer import HotBuffer
 from walstream.order.reconcile import recovered_segments
 from walstream.order.segment import Segment
 from walstream.order.writer import Snapshot, Tail
 
-from .backlog import Backlog, Noticed, Recovered, without_known
+from .backlog import Backlog, Noticed, Recovered, doubles
+from .batch import Batch
 from .gathering import Gathering
-from .intake import Burst, Piece
+from .intake import Burst
 from .violations import Violation
 
 _NAP_FIRST = 0.0002
@@ -110,7 +109,8 @@ class Orderer:
         self._changed = threading.Condition()
         self._gathering = Gathering()
         self._gathers = False  # in a pause: what is submitted then need not wake the thread
-        self._queue: deque[Burst | Recovered | Noticed] = deque()
+        self._queue: deque[tuple[Batch, list[Violation]] | Recovered | Noticed] = deque()
+        self._expected = next_offset  # of what is submitted next, if nothing comes in between
         self._pending_bytes = 0
         self._stop = False
         self._unfinished = 0
@@ -152,13 +152,19 @@ class Orderer:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, burst: Burst | Recovered | Noticed) -> None:
-        """Queue what was received; returns at once."""
+    def submit(self, found: Burst | Recovered | Noticed) -> None:
+        """Queue what was received; returns at once. Bursts come from one thread, which lays them out here.
+
+        Raises:
+            LedgerError: see :meth:`Batch.of`.
+        """
+        item = (Batch.of(found, self._expected), found.violations) if isinstance(found, Burst) else found
         with self._changed:
-            self._queue.append(burst)
+            self._queue.append(item)
             self._unfinished += 1
-            if isinstance(burst, Burst):
-                self._pending_bytes += burst.nbytes
+            if isinstance(item, tuple):
+                self._pending_bytes += item[0].nbytes
+                self._expected += len(item[0])
             if not self._gathers or not self.has_room:
                 self._changed.notify_all()
 
@@ -242,56 +248,58 @@ class Orderer:
             elif isinstance(item, Noticed):
                 backlog.noticed.append(item)
             else:
-                backlog.absorb(item)
+                backlog.absorb(*item)
 
     def _release(self, backlog: Backlog) -> bool:
         """Order the longest prefix that is visible to others and fits into a segment. Rule 2."""
-        ready = backlog.ready(self._store.snapshot())
+        ready = backlog.batch.ready(self._store.snapshot())
         if not ready:
             return False
         self._flush(backlog, ready)
         return True
 
     def _flush(self, backlog: Backlog, ready: int) -> None:
-        violations = backlog.pop_violations(ready)
-        pieces, rows, sizes, stripped, nbytes = backlog.pop(ready)
-        seqs = [row[0] for row in rows]
-        known = self._seen.known(seqs)
-        if known or len(set(seqs)) != len(seqs):
-            pieces, rows, sizes, doubles = without_known(pieces, rows, sizes, known)
-            violations += doubles
-            seqs = [row[0] for row in rows]
+        batch, violations = backlog.pop(ready)
+        nbytes = batch.nbytes
+        known = self._seen.known(batch.seqs)
+        if known or len(set(batch.seqs)) != len(batch):
+            batch, found = doubles(batch, known)
+            violations += found
+            self._shift(-len(found))
         if violations:
             # Before the order: what is ordered is not seen again.
             self.violations += self._store.record_violations(violations)
-        if rows:
-            filled = [piece for piece in pieces if piece[1]]
-            # Not one that is of changes alone and goes on: nothing of that commit is ordered.
-            last_commit, _, last_end, last_inserts = next(piece for piece in reversed(pieces) if any(piece[1:]))
-            segment = Segment(
-                first_offset=self._next,
-                seqs=seqs,
-                tx_sizes=[piece[1] for piece in filled],
-                commit_lsns=[piece[0].lsn for piece in filled],
-                commit_times=[piece[0].time_us for piece in filled],
-                sizes=sizes,
-                last_lsn=last_end or last_commit.lsn,
-                partial_inserts=None if last_end else last_inserts,
-                recovered=False,
-                generation=self._generation,
-            )
-            self._note_lowest(min(seqs))  # before others can see that they are ordered
-            self._store.append(segment)
-            self._seen.add(seqs)
-            self._publish(filled, rows, stripped, nbytes)
-            self._gathering.flushed(len(rows))
-            self._last_lsn = segment.last_lsn
-            self._partial_inserts = segment.partial_inserts
-        end = next((piece[2] for piece in reversed(pieces) if piece[2]), 0)
+        if batch.events:
+            self._order(batch)
+        end = next((piece[2] for piece in reversed(batch.pieces) if piece[2]), 0)
         if end:
             self._behind = end
             self._take_position()
         self._finish(backlog, nbytes)
+
+    def _order(self, batch: Batch) -> None:
+        # Not one that is of changes alone and goes on: nothing of that commit is ordered.
+        last_commit, _, last_end, last_inserts = next(piece for piece in reversed(batch.pieces) if any(piece[1:]))
+        sizes, lsns, times = batch.filled()
+        segment = Segment(
+            first_offset=self._next,
+            seqs=batch.seqs,
+            tx_sizes=sizes,
+            commit_lsns=lsns,
+            commit_times=times,
+            sizes=bytes(batch.codes),
+            last_lsn=last_end or last_commit.lsn,
+            partial_inserts=None if last_end else last_inserts,
+            recovered=False,
+            generation=self._generation,
+        )
+        self._note_lowest(min(batch.seqs))  # before others can see that they are ordered
+        self._store.append(segment)
+        self._seen.add(batch.seqs)
+        self._publish(batch, len(sizes))
+        self._gathering.flushed(len(batch))
+        self._last_lsn = segment.last_lsn
+        self._partial_inserts = segment.partial_inserts
 
     def _take_position(self) -> bool:
         """Ask where the WAL stands behind what was ordered, if it is time to; whether it was. Rule 3."""
@@ -306,19 +314,20 @@ class Orderer:
         with self._changed:
             self._lowest_seq = seq if self._lowest_seq is None else min(seq, self._lowest_seq)
 
-    def _publish(self, filled: Sequence[Piece], rows: Sequence[Row], stripped: bool, nbytes: int) -> None:
-        offset = self._next
-        self._next += len(rows)
-        self.events += len(rows)
-        if stripped:
+    def _publish(self, batch: Batch, commits: int) -> None:
+        batch.renumber(self._next)
+        events = batch.events
+        self._next += len(events)
+        self.events += len(events)
+        if batch.stripped:
             self._buffer.skip(self._next)  # payloads were not kept: projectors read this stretch from the ledger
-            return
-        if len(filled) == len(rows):
-            commits = [piece[0] for piece in filled]  # one event each
         else:
-            commits = list(chain.from_iterable([repeat(piece[0], piece[1]) for piece in filled]))
-        events = list(map(Event, count(offset), rows, commits))
-        self._buffer.publish(events, nbytes + _EVENT_BYTES * len(events) + _COMMIT_BYTES * len(filled))
+            self._buffer.publish(events, batch.nbytes + _EVENT_BYTES * len(events) + _COMMIT_BYTES * commits)
+
+    def _shift(self, offsets: int) -> None:
+        """Let what is submitted from now on be laid out so many offsets further on."""
+        with self._changed:
+            self._expected += offsets
 
     def _order_recovered(self, found: Recovered) -> None:
         """Rule 11: durable before anybody sees them, because no slot can derive them again."""
@@ -329,6 +338,7 @@ class Orderer:
             self._store.append(segment, durable=True)
             self._seen.add(segment.seqs)
             self._next = segment.next_offset
+            self._shift(segment.events)
             self.recovered += segment.events
             self.events += segment.events
             self._buffer.skip(self._next)

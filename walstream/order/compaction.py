@@ -52,23 +52,33 @@ def merge(segments: Sequence[Segment]) -> Segment:
         ValueError: they are no neighbours, or some are recovered and some are not.
     """
     first, last = segments[0], segments[-1]
-    merged = Segment(
-        first.first_offset, [], [], [], [], b"", last.last_lsn, last.partial_inserts, first.recovered, last.generation
-    )
+    seqs: list[int] = []
+    tx_sizes: list[int] = []
+    commit_lsns: list[int] = []
+    commit_times: list[int] = []
     for segment in segments:
-        if segment.first_offset != merged.next_offset or segment.recovered != merged.recovered:
+        if segment.first_offset != first.first_offset + len(seqs) or segment.recovered != first.recovered:
             raise ValueError(f"the segments at {first.first_offset} and {segment.first_offset} cannot be merged")
-        goes_on = bool(merged.commit_lsns) and merged.commit_lsns[-1] == segment.commit_lsns[0] != 0
         start = 0
-        if goes_on:
-            merged.tx_sizes[-1] += segment.tx_sizes[0]
+        if commit_lsns and commit_lsns[-1] == segment.commit_lsns[0] != 0:  # it goes on
+            tx_sizes[-1] += segment.tx_sizes[0]
             start = 1
-        merged.tx_sizes += segment.tx_sizes[start:]
-        merged.commit_lsns += segment.commit_lsns[start:]
-        merged.commit_times += segment.commit_times[start:]
-        merged.seqs += segment.seqs
-    merged.sizes = b"".join(segment.sizes for segment in segments)
-    return merged
+        tx_sizes += segment.tx_sizes[start:]
+        commit_lsns += segment.commit_lsns[start:]
+        commit_times += segment.commit_times[start:]
+        seqs += segment.seqs
+    return Segment(
+        first.first_offset,
+        seqs,
+        tx_sizes,
+        commit_lsns,
+        commit_times,
+        b"".join(segment.sizes for segment in segments),
+        last.last_lsn,
+        last.partial_inserts,
+        first.recovered,
+        last.generation,
+    )
 
 
 class Compactor:

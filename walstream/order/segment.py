@@ -81,10 +81,10 @@ class Segment:
     """
 
     first_offset: int
-    seqs: list[int]
-    tx_sizes: list[int]
-    commit_lsns: list[int]
-    commit_times: list[int]
+    seqs: Sequence[int]
+    tx_sizes: Sequence[int]
+    commit_lsns: Sequence[int]
+    commit_times: Sequence[int]
     sizes: bytes
     last_lsn: int
     partial_inserts: int | None
