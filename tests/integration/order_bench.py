@@ -98,11 +98,26 @@ class OrderBench:
         durable: bool = False,
     ) -> Segment:
         """Append a segment of ``seqs`` at the end of the order."""
+        made = self.segment(writer, seqs, tx_sizes, sizes=sizes, partial_inserts=partial_inserts, recovered=recovered)
+        writer.append(made, durable=durable)
+        return made
+
+    def segment(
+        self,
+        writer: OrderWriter,
+        seqs: Sequence[int],
+        tx_sizes: Sequence[int] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        partial_inserts: int | None = None,
+        recovered: bool = False,
+    ) -> Segment:
+        """The segment of ``seqs`` that continues the order."""
         tail = writer.tail()
         pieces = list(tx_sizes or [1] * len(seqs))
         lsns = [0 if recovered else 0x1000 * (tail.next_offset + index) for index in range(len(pieces))]
         last = tail.last_lsn if recovered else lsns[-1] if partial_inserts else lsns[-1] + 48
-        made = Segment(
+        return Segment(
             first_offset=tail.next_offset,
             seqs=list(seqs),
             tx_sizes=pieces,
@@ -114,8 +129,6 @@ class OrderBench:
             recovered=recovered,
             generation=writer.generation,
         )
-        writer.append(made, durable=durable)
-        return made
 
     def streamed(self, slot: str, publication: str) -> list[Row]:
         """What pgoutput sends for everything that was inserted since the slot was made, decoded by the hot path."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -173,6 +174,53 @@ def test_a_snapshot_tells_finished_from_running(order: OrderBench) -> None:
     assert not snapshot.shows_finished(snapshot.xmax & 0xFFFFFFFF)
     open_one.commit()
     assert writer.snapshot().shows_finished(running & 0xFFFFFFFF)
+
+
+def test_a_segment_is_written_only_if_its_transactions_are_finished(order: OrderBench) -> None:
+    """Question and row in one statement. The newer transaction is finished while the older one runs."""
+    writer = order.writer()
+    open_one = order.connect()
+    open_one.autocommit = False
+    with open_one.cursor() as cursor:
+        cursor.execute("SELECT pg_current_xact_id()::text::bigint")
+        (running,) = cursor.fetchone() or (0,)
+    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0])
+    first = order.segment(writer, [7])
+    assert not writer.append_if_finished(first, [finished]), "it cannot tell yet what the ids are in full"
+    ahead = writer.snapshot().xmax
+    for xids in ([running], [finished, running], [finished, ahead]):
+        assert not writer.append_if_finished(first, [xid & 0xFFFFFFFF for xid in xids])
+    assert rows_of(order) == []
+    assert writer.append_if_finished(first, [finished & 0xFFFFFFFF])
+    assert rows_of(order) == [(1, 1)]
+    open_one.commit()
+    second = order.segment(writer, [8, 9])
+    assert writer.append_if_finished(second, [running & 0xFFFFFFFF, finished & 0xFFFFFFFF])
+    assert writer.tail().next_offset == 4
+
+
+def test_a_segment_is_not_written_on_the_word_of_an_old_snapshot(
+    order: OrderBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a busy cluster ids go round while the ledger is quiet."""
+    writer = order.writer()
+    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0]) & 0xFFFFFFFF
+    writer.snapshot()
+    now = time.monotonic()
+    monkeypatch.setattr("walstream.order.writer.time.monotonic", lambda: now + 61)
+    assert not writer.append_if_finished(order.segment(writer, [7]), [finished])
+    assert rows_of(order) == []
+
+
+def test_a_replaced_generation_does_not_write_what_is_finished(order: OrderBench) -> None:
+    writer = order.writer()
+    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0]) & 0xFFFFFFFF
+    writer.snapshot()
+    order.take_over()
+    assert not writer.append_if_finished(order.segment(writer, [7]), [finished])
+    with pytest.raises(Fenced):
+        order.order(writer, [7])
+    assert rows_of(order) == []
 
 
 def test_known_finds_every_seq_that_has_an_offset(order: OrderBench) -> None:

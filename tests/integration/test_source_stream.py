@@ -60,7 +60,9 @@ def test_drain_stops_at_its_limit_and_when_it_is_told_to(ledger: Ledger) -> None
         most = 0
         end = time.monotonic() + 60
         while len(reading.messages) < 6 and time.monotonic() < end:
-            most = max(most, reading.stream.drain(reading.handle, 3))
+            found = reading.stream.drain(reading.handle, 3)
+            most = max(most, found)
+            assert reading.stream.drained is (found < 3)
         assert most == 3
         seen: list[bytes] = []
 
@@ -72,6 +74,7 @@ def test_drain_stops_at_its_limit_and_when_it_is_told_to(ledger: Ledger) -> None
         while len(seen) < 2 and time.monotonic() < end:
             reading.stream.drain(once, 100)
         assert len(seen) == 2
+        assert not reading.stream.drained, "the commit lies in the driver's buffer"
         reading.until(lambda: bool(reading.commits))
 
 

@@ -154,7 +154,7 @@ def test_a_hostile_body_allocates_nothing_large() -> None:
 def test_a_body_for_another_number_of_events_is_refused() -> None:
     segment = one_a_transaction(100)
     body = encode_body(segment)
-    segment.seqs.append(1)
+    segment.seqs = [*segment.seqs, 1]
     with pytest.raises(LedgerError, match="100 events"):
         decode(body, segment)
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from walstream.errors import LedgerError
-from walstream.order.snapshot import Snapshot
+from walstream.order.snapshot import Snapshot, full_xid
 
 MASK = (1 << 32) - 1
 XIDS = st.integers(3, 1 << 40)
@@ -28,6 +28,7 @@ def test_it_answers_as_the_full_ids_would(xmin: int, width: int, data: st.DataOb
     for xid in picks:
         finished = xid < xmin or (xid < xmax and xid not in running)
         assert snapshot.shows_finished(xid & MASK) is finished, xid
+        assert full_xid(xid & MASK, xmax) == xid
     asked = [xid & MASK for xid in picks]
     answers = [snapshot.shows_finished(xid) for xid in asked]
     assert snapshot.finished_first(asked) == (answers.index(False) if False in answers else len(asked))

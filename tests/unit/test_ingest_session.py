@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -152,6 +153,28 @@ def test_without_room_it_reads_no_more_and_goes_on_with_feedback(bench: Bench) -
     bench.orderer.room = True
     bench.orderer.changed.set()
     eventually(lambda: bench.orderer.submitted, "it reads again")
+
+
+def test_it_does_not_wait_for_what_it_has_already() -> None:
+    """A chunk is handed on as soon as it is full; what came with it lies in the driver's memory, not in the socket."""
+
+    class Waiting(ScriptedStream):
+        left: ClassVar[list[int]] = []
+
+        def wait(self, timeout: float) -> None:
+            self.left.append(len(self._messages))
+            session.stop()
+            super().wait(timeout)
+
+    stream = Waiting([(wire.begin(100), 100), (wire.relation(), 0)])
+    stream.feed(*((wire.event(seq), 100) for seq in range(1, 10)), (wire.commit(100, 130), 130))
+    intake = Intake(Columns(), lambda _: True, key_prefix="l:1", resume=Resume(), chunk_bytes=100)
+    orderer = ScriptedOrderer()
+    session = IngestSession(Settings(drain_seconds=0), stream, intake, orderer, lambda: None)
+    session.run()
+    assert stream.left[0] == 0
+    assert sum(len(burst.rows) for burst in orderer.submitted) == 9
+    assert len(orderer.submitted) > 5, "in many chunks"
 
 
 def test_a_silent_stream_gets_a_canary_and_is_then_given_up(bench: Bench) -> None:

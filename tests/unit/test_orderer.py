@@ -28,6 +28,7 @@ class Store:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.durable: list[bool] = []
+        self.asked: list[list[int]] = []
         self.violations: list[Violation] = []
         self.visible_below = 1 << 31
         self.gate = threading.Event()
@@ -45,6 +46,13 @@ class Store:
         segment.check()  # as the writer does
         self.segments.append(segment)
         self.durable.append(durable)
+
+    def append_if_finished(self, segment: Segment, xids: Sequence[int]) -> bool:
+        self.asked.append(list(xids))
+        if not all(map(self.snapshot().shows_finished, xids)):
+            return False
+        self.append(segment)
+        return True
 
     def wal_position(self) -> int:
         self.wal += 10
@@ -159,6 +167,59 @@ def test_a_transaction_that_is_not_visible_holds_back_itself_and_what_is_behind_
     bench.store.visible_below = 6
     assert bench.orderer.drain(60)
     assert bench.offsets() == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_few_transactions_are_ordered_in_one_round_trip(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are visible is asked by the statement that writes the row."""
+
+    def snapshot() -> Snapshot:
+        raise AssertionError("a round trip more")
+
+    finished = bench.store.append_if_finished
+    monkeypatch.setattr(bench.store, "append_if_finished", lambda segment, xids: finished(segment, xids) or snapshot())
+    monkeypatch.setattr(bench.store, "snapshot", lambda: Snapshot.parse("9:9:"))
+    bench.orderer.submit(burst(*((xid, 100 * xid, [xid]) for xid in range(1, 9))))
+    assert bench.orderer.drain(60)
+    assert bench.orderer.error is None
+    assert bench.store.asked == [list(range(1, 9))]
+    assert [end for _, end in bench.orderer.confirmable] == [830]
+
+
+def test_many_are_asked_for_with_one_snapshot(bench: Bench) -> None:
+    bench.orderer.submit(burst(*((xid, 100 * xid, [xid]) for xid in range(1, 18))))
+    assert bench.orderer.drain(60)
+    assert len(bench.offsets()) == 17
+    assert bench.store.asked == []
+
+
+def test_what_is_special_is_not_ordered_in_one_round_trip(bench: Bench) -> None:
+    """Doubles and other violations have to be on record first."""
+    bench.orderer.submit(burst((1, 100, [1, 1])))
+    assert bench.orderer.drain(60)
+    some = burst((2, 200, [2]))
+    some.violations = [Violation("update", 200, 1, 1, 2, "")]
+    bench.orderer.submit(some)
+    assert bench.orderer.drain(60)
+    assert bench.store.asked == []
+    assert [violation.kind for violation in bench.store.violations] == ["duplicate-seq", "update"]
+    assert bench.offsets() == [(1, 1), (2, 2)]
+
+
+def test_offsets_go_on_behind_what_was_taken_out_or_came_in_between(bench: Bench) -> None:
+    """They are written into events before the flush that may take out some of those."""
+    bench.store.visible_below = 1
+    bench.orderer.submit(burst((1, 100, [1, 2, 2, 3])))
+    bench.orderer.submit(burst((2, 200, [4])))
+    bench.orderer.submit(Recovered([MissingRow(90, 1, 1, 0)], threading.Event()))
+    bench.orderer.submit(burst((3, 300, [5, 6])))
+    bench.store.visible_below = 9
+    assert bench.orderer.drain(60)
+    bench.orderer.submit(burst((4, 400, [7])))
+    assert bench.orderer.drain(60)
+    assert bench.orderer.error is None
+    seqs = [seq for segment in bench.store.segments for seq in segment.seqs]
+    assert seqs == [1, 2, 3, 4, 90, 5, 6, 7]
+    assert bench.offsets(5) == [(6, 5), (7, 6), (8, 7)]
 
 
 def test_the_position_to_pass_is_taken_behind_the_order_row(bench: Bench) -> None:

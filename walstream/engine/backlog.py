@@ -79,7 +79,7 @@ class Backlog:
         return popped, violations
 
 
-def doubles(batch: Batch, known: set[int]) -> tuple[Batch, list[Violation]]:
+def without_doubles(batch: Batch, known: set[int]) -> tuple[Batch, list[Violation]]:
     """Take out every insert whose seq has an offset already, or comes twice in this flush. Rule 6."""
     kept, found = batch.without(known)
     return kept, [

@@ -14,7 +14,7 @@ from itertools import accumulate, chain, count, repeat
 
 from walstream.errors import LedgerError
 from walstream.event import Event, Row
-from walstream.order.segment import MAX_EVENTS, size_codes
+from walstream.order.segment import MAX_EVENTS, Segment, size_codes
 from walstream.order.snapshot import Snapshot
 
 from .intake import Burst, Piece
@@ -132,15 +132,26 @@ class Batch:
             xids = xids[: sum(end <= MAX_EVENTS for end in accumulate(self.counts))]
         return snapshot.finished_first(xids)
 
-    def filled(self) -> tuple[array[int], array[int], array[int]]:
-        """Events, commit LSN and commit time of each piece that has any events."""
-        if min(self.counts) > 0:
-            return self.counts, self.lsns, self.times
-        kept = [index for index, size in enumerate(self.counts) if size]
-        return (
-            array("l", [self.counts[index] for index in kept]),
-            array("Q", [self.lsns[index] for index in kept]),
-            array("q", [self.times[index] for index in kept]),
+    def segment(self, first_offset: int, generation: int) -> Segment:
+        """The row of the order for all of it, which must have events."""
+        # Not one that is of changes alone and goes on: nothing of that commit is ordered.
+        last_commit, _, last_end, last_inserts = next(piece for piece in reversed(self.pieces) if any(piece[1:]))
+        filled = None if min(self.counts) else [index for index, size in enumerate(self.counts) if size]
+
+        def kept(column: array[int]) -> array[int]:
+            return column if filled is None else array(column.typecode, [column[index] for index in filled])
+
+        return Segment(
+            first_offset=first_offset,
+            seqs=self.seqs,
+            tx_sizes=kept(self.counts),
+            commit_lsns=kept(self.lsns),
+            commit_times=kept(self.times),
+            sizes=bytes(self.codes),
+            last_lsn=last_end or last_commit.lsn,
+            partial_inserts=None if last_end else last_inserts,
+            recovered=False,
+            generation=generation,
         )
 
     def split(self, pieces: int) -> Batch:

@@ -49,6 +49,8 @@ class MessageStream(Protocol):
     def confirmed(self) -> int: ...
     @property
     def last_heard(self) -> float: ...
+    @property
+    def drained(self) -> bool: ...
 
 
 class IngestSession:
@@ -144,7 +146,7 @@ class IngestSession:
             return True
         if read == 0:
             self._liveness.check()
-        return read >= _DRAIN_LIMIT
+        return not stream.drained  # what lies in the driver's buffer already would not end a wait
 
     def _hand_on(self) -> None:
         burst = self._intake.take()

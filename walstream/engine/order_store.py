@@ -66,6 +66,9 @@ class FencedStore:
     def append(self, segment: Segment, durable: bool = False) -> None:
         self._writer.append(segment, durable=durable)
 
+    def append_if_finished(self, segment: Segment, xids: Sequence[int]) -> bool:
+        return self._writer.append_if_finished(segment, xids)
+
     def wal_position(self) -> int:
         return self._writer.wal_position()
 

@@ -24,10 +24,10 @@ from typing import Protocol
 
 from walstream.order.buffer import HotBuffer
 from walstream.order.reconcile import recovered_segments
-from walstream.order.segment import Segment
+from walstream.order.segment import MAX_EVENTS, Segment
 from walstream.order.writer import Snapshot, Tail
 
-from .backlog import Backlog, Noticed, Recovered, doubles
+from .backlog import Backlog, Noticed, Recovered, without_doubles
 from .batch import Batch
 from .gathering import Gathering
 from .intake import Burst
@@ -35,6 +35,9 @@ from .violations import Violation
 
 _NAP_FIRST = 0.0002
 _NAP_LAST = 0.02
+_FEW = 16
+"""Up to so many transactions are ordered in one round trip. Where there are more, a round trip is nothing to them, and
+one of them is more often not finished."""
 _POSITION_SECONDS = 0.05
 """How often the WAL position is asked for that rule 3 needs. The slot is told of confirmations a second apart, or a
 hundred at once, so to ask after every flush under load would only make the next one wait."""
@@ -49,6 +52,7 @@ class OrderStore(Protocol):
 
     def snapshot(self) -> Snapshot: ...
     def append(self, segment: Segment, durable: bool = False) -> None: ...
+    def append_if_finished(self, segment: Segment, xids: Sequence[int]) -> bool: ...
     def wal_position(self) -> int: ...
     def record_violations(self, violations: Sequence[Violation]) -> int: ...
     def record_noticed(self, noticed: Noticed) -> int: ...
@@ -252,54 +256,65 @@ class Orderer:
 
     def _release(self, backlog: Backlog) -> bool:
         """Order the longest prefix that is visible to others and fits into a segment. Rule 2."""
+        if backlog.pieces <= _FEW and not backlog.violations and self._release_all(backlog):
+            return True
         ready = backlog.batch.ready(self._store.snapshot())
         if not ready:
             return False
         self._flush(backlog, ready)
         return True
 
+    def _release_all(self, backlog: Backlog) -> bool:
+        """Order all of it, if nothing about it is special: the question whether it is visible goes along with the row,
+        which saves every event of a quiet ledger a round trip. ``False`` if that is still to be asked."""
+        batch = backlog.batch
+        if not batch.events or len(batch) > MAX_EVENTS or self._doubles(batch) is not None:
+            return False
+        segment = batch.segment(self._next, self._generation)
+        self._note_lowest(min(batch.seqs))
+        if not self._store.append_if_finished(segment, batch.xids):
+            return False
+        backlog.pop(backlog.pieces)
+        self._ordered(batch, segment)
+        self._flushed(backlog, batch, batch.nbytes)
+        return True
+
     def _flush(self, backlog: Backlog, ready: int) -> None:
         batch, violations = backlog.pop(ready)
         nbytes = batch.nbytes
-        known = self._seen.known(batch.seqs)
-        if known or len(set(batch.seqs)) != len(batch):
-            batch, found = doubles(batch, known)
+        known = self._doubles(batch)
+        if known is not None:
+            batch, found = without_doubles(batch, known)
             violations += found
             self._shift(-len(found))
         if violations:
             # Before the order: what is ordered is not seen again.
             self.violations += self._store.record_violations(violations)
         if batch.events:
-            self._order(batch)
+            segment = batch.segment(self._next, self._generation)
+            self._note_lowest(min(batch.seqs))  # before others can see that they are ordered
+            self._store.append(segment)
+            self._ordered(batch, segment)
+        self._flushed(backlog, batch, nbytes)
+
+    def _doubles(self, batch: Batch) -> set[int] | None:
+        """The seqs that have an offset already, if there are any or some come twice in the batch; else ``None``."""
+        known = self._seen.known(batch.seqs)
+        return known if known or len(set(batch.seqs)) != len(batch) else None
+
+    def _ordered(self, batch: Batch, segment: Segment) -> None:
+        self._seen.add(batch.seqs)
+        self._last_lsn = segment.last_lsn
+        self._partial_inserts = segment.partial_inserts
+        self._gathering.flushed(len(batch))
+        self._publish(batch, len(segment.tx_sizes))
+
+    def _flushed(self, backlog: Backlog, batch: Batch, nbytes: int) -> None:
         end = next((piece[2] for piece in reversed(batch.pieces) if piece[2]), 0)
         if end:
             self._behind = end
             self._take_position()
         self._finish(backlog, nbytes)
-
-    def _order(self, batch: Batch) -> None:
-        # Not one that is of changes alone and goes on: nothing of that commit is ordered.
-        last_commit, _, last_end, last_inserts = next(piece for piece in reversed(batch.pieces) if any(piece[1:]))
-        sizes, lsns, times = batch.filled()
-        segment = Segment(
-            first_offset=self._next,
-            seqs=batch.seqs,
-            tx_sizes=sizes,
-            commit_lsns=lsns,
-            commit_times=times,
-            sizes=bytes(batch.codes),
-            last_lsn=last_end or last_commit.lsn,
-            partial_inserts=None if last_end else last_inserts,
-            recovered=False,
-            generation=self._generation,
-        )
-        self._note_lowest(min(batch.seqs))  # before others can see that they are ordered
-        self._store.append(segment)
-        self._seen.add(batch.seqs)
-        self._publish(batch, len(sizes))
-        self._gathering.flushed(len(batch))
-        self._last_lsn = segment.last_lsn
-        self._partial_inserts = segment.partial_inserts
 
     def _take_position(self) -> bool:
         """Ask where the WAL stands behind what was ordered, if it is time to; whether it was. Rule 3."""

@@ -72,3 +72,12 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"Snapshot({self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.running)))})"
+
+
+def full_xid(xid: int, near: int) -> int:
+    """The 64-bit id of which the stream names 32 bits.
+
+    Args:
+        near: a 64-bit id that is less than 2^31 away, as every living one is from every other.
+    """
+    return near + ((xid - near + _HALF) & _MASK) - _HALF

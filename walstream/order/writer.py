@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -15,7 +17,8 @@ from walstream.errors import Fenced, LedgerError
 from walstream.lsn import format_lsn, parse_lsn
 from walstream.order.segment import Segment, encode_body
 from walstream.order.snapshot import Snapshot as Snapshot
-from walstream.order.table import order_table, ordered_seqs, own_table, query
+from walstream.order.snapshot import full_xid
+from walstream.order.table import array_literal, order_table, ordered_seqs, own_table, query
 from walstream.source.failures import classify
 
 _INSERT: Final = """INSERT INTO {order}
@@ -24,11 +27,18 @@ _INSERT: Final = """INSERT INTO {order}
 
 # Prepared, because to parse and plan it takes the server as long as to run it, and events wait for it.
 _PREPARE: Final = (
-    "PREPARE {name} (bigint, int, pg_lsn, int, bigint, bigint, boolean, bigint, bytea, bigint) AS " + _INSERT
+    "PREPARE {name} (bigint, int, pg_lsn, int, bigint, bigint, boolean, bigint, bytea, bigint{type}) AS " + _INSERT
 )
 _PLACES: Final = "$1, $2, $3, $4, $5, $6, $7, $8, $9"
-_EXECUTE: Final = "EXECUTE {name} (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+_EXECUTE: Final = "EXECUTE {name} (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s{more})"
+_FINISHED: Final = (
+    " AND (SELECT bool_and(pg_visible_in_snapshot(xid, pg_current_snapshot())) FROM unnest($11) AS xids (xid))"
+)
 _VALUES: Final = "%s, %s, %s::pg_lsn, %s, %s, %s, %s, %s, %s"
+_XID_SECONDS: Final = 60.0
+"""How long a snapshot tells which ids are near. The ledger may be quiet while others use up ids by the million, and
+2^31 of them later an id would be taken for one of the past."""
+
 _numbers: Final = count(1)  # one connection may have several writers
 
 # `local` and not `on`: `on` also waits for synchronous standbys, so a standby that is away would stop ingest. What is
@@ -74,10 +84,18 @@ class OrderWriter:
         self._generation = generation
         self._next: int | None = None
         names = {"order": order_table(namespace), "generation": own_table(namespace, "generation")}
-        name = f"walstream_append_{next(_numbers)}"
-        self._prepare = _PREPARE.format(**names, name=name, values=_PLACES, own="$10", more="", condition="")
+        number = next(_numbers)
+        name, name_finished = f"walstream_append_{number}", f"walstream_append_finished_{number}"
+        prepare = partial(_PREPARE.format, **names, values=_PLACES, own="$10", more="")
+        self._prepare = (
+            prepare(name=name, type="", condition=""),
+            prepare(name=name_finished, type=", xid8[]", condition=_FINISHED),
+        )
         self._prepared = False
-        self._append = _EXECUTE.format(name=name)
+        self._append = _EXECUTE.format(name=name, more="")
+        self._append_finished = _EXECUTE.format(name=name_finished, more=", %s")
+        self._xid = 0  # a transaction id of 64 bits that is near to those of the stream
+        self._xid_until = 0.0  # by the monotonic clock
         self._append_durably = _DURABLE_WITH + _INSERT.format(
             **names, values=_VALUES, own="%s", more=" CROSS JOIN durable", condition=" AND durable.level = 'local'"
         )
@@ -121,7 +139,9 @@ class OrderWriter:
             WalstreamError: of the connection.
         """
         rows = query(self._connection, "SELECT pg_current_snapshot()::text", doing="taking a snapshot")
-        return Snapshot.parse(rows[0][0])
+        snapshot = Snapshot.parse(rows[0][0])
+        self._xid, self._xid_until = snapshot.xmax, time.monotonic() + _XID_SECONDS
+        return snapshot
 
     def append(self, segment: Segment, durable: bool = False) -> None:
         """Write a segment. When this returns its offsets are final: its row has committed.
@@ -136,6 +156,37 @@ class OrderWriter:
             ValueError: the segment is empty or contradicts itself.
             WalstreamError: of the connection. Whether the row was written is then unknown: read the tail again.
         """
+        statement = self._append_durably if durable else self._append
+        if not self._write(segment, statement, ()):
+            raise Fenced(
+                f"generation {self._generation} of ingest was replaced; the segment at offset {segment.first_offset} "
+                "was not written",
+                hint="another walstream took over this ledger; this one stands by",
+            )
+
+    def append_if_finished(self, segment: Segment, xids: Sequence[int]) -> bool:
+        """Write a segment if all of its transactions are finished for everybody who looks from now on: what
+        :meth:`snapshot` and :meth:`append` do, in one round trip.
+
+        The statement asks the snapshot that it runs under, which was taken after this was called; whoever is shown the
+        segment looks later still.
+
+        Args:
+            segment: as for :meth:`append`.
+            xids: of its transactions, as the stream has them (32 bits).
+
+        Returns:
+            ``False`` if nothing was written, because one of them is not finished, another process took over, or the
+            last snapshot is too old to tell what the ids are in full: to ask for one and then to append tells which.
+
+        Raises: as :meth:`append`, but for ``Fenced``.
+        """
+        if time.monotonic() > self._xid_until:
+            return False
+        full = array_literal(full_xid(xid, self._xid) for xid in xids)
+        return self._write(segment, self._append_finished, (full,))
+
+    def _write(self, segment: Segment, statement: str, more: tuple[str, ...]) -> bool:
         if self._next is not None and segment.first_offset != self._next:
             raise LedgerError(
                 f"a segment at {segment.first_offset} does not continue the order, which goes on at {self._next}"
@@ -151,14 +202,16 @@ class OrderWriter:
             self._generation,
             psycopg2.Binary(encode_body(segment)),
             self._generation,
+            *more,
         )
         try:
             with self._connection.cursor() as cursor:
-                if not (durable or self._prepared):
-                    cursor.execute(self._prepare, ())
+                if not self._prepared:
+                    for each in self._prepare:
+                        cursor.execute(each, ())
                     self._prepared = True
-                cursor.execute(self._append_durably if durable else self._append, values)
-                written = cursor.rowcount
+                cursor.execute(statement, values)
+                written = cursor.rowcount == 1
         except UniqueViolation as error:
             raise LedgerError(
                 f"offset {segment.first_offset} is given already, and not by generation {self._generation}",
@@ -167,13 +220,9 @@ class OrderWriter:
             ) from error
         except psycopg2.Error as error:
             raise classify(error, doing=f"writing the order at offset {segment.first_offset}") from error
-        if written != 1:
-            raise Fenced(
-                f"generation {self._generation} of ingest was replaced; the segment at offset {segment.first_offset} "
-                "was not written",
-                hint="another walstream took over this ledger; this one stands by",
-            )
-        self._next = segment.next_offset
+        if written:
+            self._next = segment.next_offset
+        return written
 
     def wal_position(self) -> int:
         """Return ``pg_current_wal_insert_lsn()``: what has committed by now lies before it (rule 3).

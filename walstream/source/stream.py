@@ -76,6 +76,7 @@ class ReplicationStream:
         passed: the stream's own position: the highest commit end that was noted, or a later keepalive's.
         confirmed: the position that was last acknowledged; 0 before the first.
         last_heard: ``time.monotonic()`` when anything last arrived.
+        drained: whether the last :meth:`read` left nothing. :meth:`wait` does not see what it left.
         patience: seconds after which equal answers of :meth:`progress` prove that the walsender stands still.
     """
 
@@ -103,6 +104,7 @@ class ReplicationStream:
         self.passed = 0
         self.confirmed = 0
         self.last_heard = time.monotonic()
+        self.drained = True
         self.patience = DEFAULT_TIMEOUT
         self._wanted = 0
         self._confirms = 0
@@ -182,6 +184,7 @@ class ReplicationStream:
         """
         self._require_open()
         self._count = 0
+        self.drained = False
         with contextlib.closing(self._messages(limit)) as messages:
             consume(messages)
         self._burst += self._count
@@ -204,6 +207,7 @@ class ReplicationStream:
                     due = self._beat(now)
                 message = read()
                 if message is None:
+                    self.drained = True
                     return
                 count += 1
                 yield message
@@ -387,7 +391,7 @@ class ReplicationStream:
 
     def _look_at_warnings(self) -> None:
         """From 18 on the server only warns when the publication does not exist at a position, and goes on without it.
-        psycopg2 takes notices in when a transaction ends; as there is none here, nothing is sent for that."""
+        psycopg2 takes notices in when a transaction ends; there is none here, so nothing is sent for that."""
         self._connection.commit()
         notices = self._connection.notices
         if notices:

@@ -38,6 +38,7 @@ class ScriptedStream:
         self.confirmations: list[int] = []
         self.feedbacks = 0
         self.last_heard = time.monotonic()
+        self.drained = True
         self.closed = False
 
     def feed(self, *messages: tuple[bytes, int]) -> None:
@@ -60,11 +61,15 @@ class ScriptedStream:
         if self._failure is not None:
             raise self._failure
         before = len(self._messages)
+        self.drained = False
         consume(self._play(limit))
         return before - len(self._messages)
 
     def _play(self, limit: int) -> Iterator[ScriptedMessage]:
-        while self._messages and limit > 0:
+        while limit > 0:
+            if not self._messages:
+                self.drained = True
+                return
             limit -= 1
             self.last_heard = time.monotonic()
             yield ScriptedMessage(*self._messages.popleft())
