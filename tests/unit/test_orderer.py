@@ -210,7 +210,7 @@ def test_offsets_go_on_behind_what_was_taken_out_or_came_in_between(bench: Bench
     bench.store.visible_below = 1
     bench.orderer.submit(burst((1, 100, [1, 2, 2, 3])))
     bench.orderer.submit(burst((2, 200, [4])))
-    bench.orderer.submit(Recovered([MissingRow(90, 1, 1, 0)], threading.Event()))
+    bench.orderer.submit(Recovered([MissingRow(90, 1, 1, 0), MissingRow(91, 1, 1, 0)], threading.Event()))
     bench.orderer.submit(burst((3, 300, [5, 6])))
     bench.store.visible_below = 9
     assert bench.orderer.drain(60)
@@ -218,8 +218,8 @@ def test_offsets_go_on_behind_what_was_taken_out_or_came_in_between(bench: Bench
     assert bench.orderer.drain(60)
     assert bench.orderer.error is None
     seqs = [seq for segment in bench.store.segments for seq in segment.seqs]
-    assert seqs == [1, 2, 3, 4, 90, 5, 6, 7]
-    assert bench.offsets(5) == [(6, 5), (7, 6), (8, 7)]
+    assert seqs == [1, 2, 3, 4, 90, 91, 5, 6, 7]
+    assert bench.offsets(6) == [(7, 5), (8, 6), (9, 7)]
 
 
 def test_the_position_to_pass_is_taken_behind_the_order_row(bench: Bench) -> None:
