@@ -54,7 +54,7 @@ def test_parts_that_are_put_together_and_taken_apart(
     whole = Batch()
     at = 1
     for part in parts:
-        batch = Batch.of(burst(part, at), 5 + len(whole) + skew * at)  # as after a flush that took something out
+        batch = Batch.of(burst(part, at), 5 + len(whole) + skew * (at - 1))  # as after a flush that took something out
         at += len(part)
         if whole.pieces:
             whole.extend(batch)
