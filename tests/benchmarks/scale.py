@@ -1,6 +1,7 @@
 """What grows with the ledger, and what does not.
 
-    python -m tests.benchmarks scale [--events N,…] [--projectors N,…] [--sessions N,…] [--quick] [--json]
+    python -m tests.benchmarks scale [--events N,…] [--projectors N,…] [--sessions N,…] [--singles N] [--quick]
+                                       [--json]
 
 Cost of an event (processor time of the client, and events a second through the slot) by number of events, of projectors
 and of sessions; bytes of `commit_order` an event, when draining and when every event has a row of its own, before and
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from walstream.order.writer import OrderWriter
 from walstream.source.connection import connect
 
 _SINGLE: Final = 20_000  # rows of one event each
+_RATE: Final = 200  # a second, at which they come
 _FEW: Final = 100_000  # events where something else than their number is varied
 _BYTES: Final = (
     "SELECT sum(pg_column_size(c.*)), pg_total_relation_size('walstream.commit_order') FROM walstream.commit_order AS c"
@@ -60,15 +63,20 @@ def drained(shape: Shape, events: int, *, projectors: int = 1, sessions: int = 1
 
 
 def compacted(single: int) -> Figures:
-    """Bytes an event when each has a row of its own, as at low rates, and after compaction."""
+    """Bytes an event when each has a row of its own, as at low rates, and after compaction.
+
+    They come at random moments, and records have random lengths, with a page of its own (`full_page_writes`) now and
+    then: what is regular would take no bytes at all.
+    """
+    chance = random.Random(1)
     with FilledLedger(SHAPES["A"], 0) as ledger, contextlib.closing(_connection(ledger)) as connection:
         ledger.execute("UPDATE walstream.generation SET generation = 1")
         writer = OrderWriter(connection, "walstream", 1)
         writer.tail()
-        sizes, moment = size_codes([400]), 800_000_000_000_000
-        for n in range(1, single + 1):  # 200 a second, as the WAL of shape A lies
-            lsn = (1 << 24) + n * 560 + n % 7 * 8
-            moment += 5_000 + n * 7919 % 997
+        sizes, moment, lsn = size_codes([400]), 800_000_000_000_000, 1 << 24
+        for n in range(1, single + 1):
+            lsn += 8 * chance.randint(60, 90) + (8_192 if chance.random() < 0.05 else 0)
+            moment += 1 + int(chance.expovariate(_RATE) * 1_000_000)
             writer.append(Segment(n, [n], [1], [lsn], [moment], sizes, lsn + 48, None, False, 1))
         before = ledger.execute(_BYTES)[0][0]
         began = time.monotonic()
@@ -94,6 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--events", default="100000,1000000", help="sizes of the ledger (5000000 takes half an hour)")
     parser.add_argument("--projectors", default="1,10,50")
     parser.add_argument("--sessions", default="1,100000")
+    parser.add_argument("--singles", type=int, default=_SINGLE, help="rows of one event (720000: an hour's)")
     parser.add_argument("--quick", action="store_true", help="within a minute: a tenth")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     given = parser.parse_args(words)
@@ -105,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "events": {f"{shape.name} {n:,}": drained(shape, n) for shape in (a, b) for n in sizes},
         "projectors": {str(n): drained(b, few, projectors=n) for n in _numbers(given.projectors)},
         "sessions": {str(n): drained(b, few, sessions=n) for n in _numbers(given.sessions)},
-        "compaction": compacted(_SINGLE // 10 if given.quick else _SINGLE),
+        "compaction": compacted(_SINGLE // 10 if given.quick else given.singles),
     }
     if given.json:
         document.write("scale", machine, found)
