@@ -27,8 +27,8 @@ from .verdict import PROJECTORS, judge
 
 # What dies -> where: module, method, before or after its n-th call.
 POINTS = {
-    "ingest, before its order row": "walstream.order.writer:OrderWriter.append:before:3",
-    "ingest, after its order row": "walstream.order.writer:OrderWriter.append:after:3",
+    "ingest, before its order row": "walstream.order.writer:OrderWriter._write:before:3",
+    "ingest, after its order row": "walstream.order.writer:OrderWriter._write:after:3",
     "ingest, before it confirms": "walstream.source.stream:ReplicationStream.confirm:before:2",
     "ingest, after it confirmed": "walstream.source.stream:ReplicationStream.feedback:after:3",
     "ingest, between lease and stream": "walstream.order.wake:Notifier.__init__:before:1",

@@ -136,6 +136,42 @@ def test_fifty_kills(scene: Scene) -> None:
     kill_again_and_again(scene, kills=50, seed=2)
 
 
+_BACKLOG = """DO $$ BEGIN
+  PERFORM set_config('synchronous_commit', 'off', false);
+  FOR n IN 1..60000 LOOP
+    INSERT INTO agent_events (session_id, agent_id, event_type, payload)
+    VALUES ('00000000-0000-4000-8000-000000000001', 'a', 'single', '{}');
+    COMMIT;
+  END LOOP;
+  FOR n IN 1..400 LOOP
+    INSERT INTO agent_events (session_id, agent_id, event_type, payload)
+    SELECT '00000000-0000-4000-8000-000000000002', 'b', 'batch', '{}' FROM generate_series(1, 500);
+    COMMIT;
+  END LOOP;
+END $$"""
+
+
+@pytest.mark.slow
+def test_kills_in_a_drain_at_full_speed(scene: Scene) -> None:
+    """Transactions gather there, segments are large, and what was read is laid out far ahead of what is ordered."""
+    scene.place.execute(_BACKLOG)
+    total = scene.place.execute("SELECT count(*) FROM agent_events")[0][0]
+    chance = random.Random(7)
+    consumer = scene.consumer()
+    amid = 0
+    for _ in range(5):
+        consumer.start()
+        scene.wait_for_delivery()
+        time.sleep(chance.random() * 0.3)
+        consumer.kill()
+        ordered = scene.place.execute("SELECT sum(events) FROM walstream.commit_order")[0][0]
+        amid += 0 < int(str(ordered)) < int(str(total))
+    assert amid > 1, "killed while it drained"
+    consumer.start()
+    scene.assert_clean()
+    assert consumer.terminate() == 0, consumer.output[-2000:]
+
+
 def crash_again_and_again(scene: Scene, server: PostgresServer, crashes: int, seed: int) -> None:
     """``pg_ctl stop -m immediate`` while the consumer lives."""
     chance = random.Random(seed)
