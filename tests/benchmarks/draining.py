@@ -33,6 +33,7 @@ class Drained:
         walsender_cpu: the same of the server process that sends; ``None`` where there is no /proc.
         rss_mb: the client's peak.
         threads: seconds of processor time by thread, where the client tells.
+        share: of the events that were there; a slow client need not drain them all.
     """
 
     seconds: float
@@ -40,6 +41,7 @@ class Drained:
     walsender_cpu: float | None
     rss_mb: float
     threads: Mapping[str, float] = field(default_factory=dict)
+    share: float = 1.0
 
 
 def by_walstream(
@@ -137,7 +139,12 @@ def by_recvlogical(ledger: FilledLedger, options: Sequence[str], *, tcp: bool = 
 
 
 def drained_in(
-    seconds: float, usage: resource.struct_rusage, rss_mb: float | None, walsender_cpu: float | None = None
+    seconds: float,
+    usage: resource.struct_rusage,
+    rss_mb: float | None,
+    walsender_cpu: float | None = None,
+    *,
+    share: float = 1.0,
 ) -> Drained:
     """What a client took that has ended; its start is in it.
 
@@ -146,8 +153,10 @@ def drained_in(
         usage: what `os.wait4` says of it.
         rss_mb: its peak while it ran, where that is known.
         walsender_cpu: of the process that sent.
+        share: of the events.
     """
-    return Drained(seconds, usage.ru_utime + usage.ru_stime, walsender_cpu, rss_mb or peak_mb_in(usage))
+    rss_mb = rss_mb or peak_mb_in(usage)
+    return Drained(seconds, usage.ru_utime + usage.ru_stime, walsender_cpu, rss_mb, share=share)
 
 
 def summary(results: Mapping[str, Sequence[Drained]], events: int, *, first: str) -> document.Figures:
@@ -161,17 +170,23 @@ def summary(results: Mapping[str, Sequence[Drained]], events: int, *, first: str
     best = [min(run.seconds for run in each) for each in zip(*of_first, strict=True)]
     found: document.Figures = {}
     for name, drained in results.items():
-        rates = [events / run.seconds for run in drained]
-        ratios = [quickest / run.seconds for quickest, run in zip(best, drained, strict=True)]
-        senders = [run.walsender_cpu for run in drained if run.walsender_cpu is not None]
+        counts = [events * run.share for run in drained]
+        rates = [count / run.seconds for count, run in zip(counts, drained, strict=True)]
+        ratios = [quickest * run.share / run.seconds for quickest, run in zip(best, drained, strict=True)]
+        clients = [run.client_cpu / count for count, run in zip(counts, drained, strict=True)]
+        senders = [
+            run.walsender_cpu / count
+            for count, run in zip(counts, drained, strict=True)
+            if run.walsender_cpu is not None
+        ]
         found[name] = {
-            "events": events,
+            "events": round(max(counts)),
             "events_per_s": round(statistics.median(rates)),
             "spread": [round(min(rates)), round(max(rates))],
             "ratio": round(statistics.median(ratios), 2),
             "ratios": [round(ratio, 3) for ratio in ratios],
-            "client_cpu_us": round(statistics.median(run.client_cpu for run in drained) / events * 1e6, 2),
-            "walsender_cpu_us": round(statistics.median(senders) / events * 1e6, 2) if senders else None,
+            "client_cpu_us": round(statistics.median(clients) * 1e6, 2),
+            "walsender_cpu_us": round(statistics.median(senders) * 1e6, 2) if senders else None,
             "rss_mb": round(max(run.rss_mb for run in drained)),
             "runs": len(drained),
         }

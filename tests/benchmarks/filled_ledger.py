@@ -81,8 +81,12 @@ class FilledLedger:
         """What `walstream` is to find in its environment."""
         return {"WALSTREAM_DSN": self.dsn(tcp=tcp), "WALSTREAM_SLOT": SLOT}
 
-    def reset(self) -> None:
-        """A slot, an order and cursors as they were before anybody read."""
+    def reset(self, plugin: str = "pgoutput") -> None:
+        """A slot, an order and cursors as they were before anybody read.
+
+        Args:
+            plugin: of the slot, for clients that read another one's output.
+        """
         until = time.monotonic() + _PATIENCE
         while self.execute("SELECT FROM pg_replication_slots WHERE slot_name = 'bench' AND active"):
             if time.monotonic() > until:
@@ -90,7 +94,7 @@ class FilledLedger:
             time.sleep(0.02)
         self.execute(
             f"SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = '{SLOT}'",
-            f"SELECT pg_copy_logical_replication_slot('{_KEPT}', '{SLOT}')",
+            f"SELECT pg_copy_logical_replication_slot('{_KEPT}', '{SLOT}', false, '{plugin}')",
             "TRUNCATE walstream.commit_order",
             "DELETE FROM walstream.projectors",
             "UPDATE walstream.ingest SET state = 'stopped', lease_until = NULL, owner = NULL, proven_seq = NULL,"

@@ -1,7 +1,12 @@
 """Other clients of a logical slot, as far as they are installed here. They decode every message and count inserts; what
 they have no notion of (an order, a cursor, visibility) they need not do.
 
-So far pg-logical-replication for Node: where `node` runs and finds the package (in a folder that NODE_PATH names).
+- pg-logical-replication for Node: where `node` runs and finds the package (in a folder that NODE_PATH names).
+- walbox, pgoutput-decoder and pypgoutput: where an interpreter has them. Some want another Python than this one;
+  WALSTREAM_BENCH_PYTHONS names interpreters to look into (with a colon between two), in place of this one.
+- psycopg2 with wal2json: where the server has that plugin.
+
+Those in Python are slow, so they drain only the first 30,000 events.
 """
 
 from __future__ import annotations
@@ -12,13 +17,16 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import psycopg2
 from psycopg2.extensions import parse_dsn
 
 from tests.benchmarks.draining import Drained, drained_in
@@ -28,7 +36,26 @@ from tests.benchmarks.processes import cpu_seconds_of
 
 _CLIENTS: Final = Path(__file__).parent / "clients"
 _PATIENCE: Final = 120.0
+_SLOW: Final = 30_000  # events
 _LOOK: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A client in Python: its script in `clients/`, and the module that it needs."""
+
+    name: str
+    script: str
+    module: str
+    plugin: str = "pgoutput"
+
+
+PEERS: Final = (
+    Peer("walbox (asyncio)", "drain_walbox.py", "walbox"),
+    Peer("pgoutput-decoder (Rust)", "drain_pgoutput_decoder.py", "pgoutput_decoder"),
+    Peer("pypgoutput", "drain_pypgoutput.py", "pypgoutput"),
+    Peer("psycopg2 + wal2json", "drain_wal2json.py", "psycopg2", "wal2json"),
+)
 
 
 def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) -> dict[str, Callable[[], Drained]]:
@@ -40,7 +67,25 @@ def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) 
         found["pg-logical-replication (Node)"] = partial(_drain, ledger, command, tcp=tcp)
     else:
         tell("pg-logical-replication is left out: node does not run here, or does not find it")
+    pythons = os.environ.get("WALSTREAM_BENCH_PYTHONS", sys.executable).split(os.pathsep)
+    for peer in PEERS:
+        python = next((each for each in pythons if _succeeds([each, "-c", f"import {peer.module}"])), None)
+        if python is None:
+            tell(f"{peer.name} is left out: no interpreter here has {peer.module} (see WALSTREAM_BENCH_PYTHONS)")
+        elif not _has_plugin(ledger, peer.plugin):
+            tell(f"{peer.name} is left out: the server does not have {peer.plugin}")
+        else:
+            command = [python, str(_CLIENTS / peer.script)]
+            found[peer.name] = partial(_drain, ledger, command, tcp=tcp, plugin=peer.plugin, most=_SLOW)
     return found
+
+
+def _has_plugin(ledger: FilledLedger, plugin: str) -> bool:
+    try:
+        ledger.reset(plugin)
+    except psycopg2.errors.UndefinedFile:
+        return False
+    return True
 
 
 def _succeeds(command: Sequence[str]) -> bool:
@@ -50,20 +95,27 @@ def _succeeds(command: Sequence[str]) -> bool:
         return False
 
 
-def _drain(ledger: FilledLedger, command: Sequence[str], *, tcp: bool) -> Drained:
+def _drain(
+    ledger: FilledLedger, command: Sequence[str], *, tcp: bool, plugin: str = "pgoutput", most: int | None = None
+) -> Drained:
     """One run.
+
+    Args:
+        plugin: what the client reads.
+        most: so many events are enough.
 
     Raises:
         RuntimeError: the client failed, or takes too long.
     """
-    ledger.reset()
+    ledger.reset(plugin)
+    events = min(ledger.events, most or ledger.events)
     words = parse_dsn(ledger.dsn(tcp=tcp))
     connection = {"host": words["host"], "port": words["port"], "database": words["dbname"], "user": words["user"]}
     if "password" in words:
         connection["password"] = words["password"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [*command, json.dumps(connection), SLOT, PUBLICATION, str(ledger.events)],
+            [*command, json.dumps(connection), SLOT, PUBLICATION, str(events)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -80,7 +132,7 @@ def _drain(ledger: FilledLedger, command: Sequence[str], *, tcp: bool) -> Draine
                 ended, status, usage = os.wait4(process.pid, os.WNOHANG)
                 cpu = cpu_seconds_of(sender) or cpu
                 if time.monotonic() > until:
-                    raise RuntimeError(f"{command[-1]} has not drained {ledger.events} events in {_PATIENCE:.0f} s")
+                    raise RuntimeError(f"{command[-1]} has not drained {events} events in {_PATIENCE:.0f} s")
                 time.sleep(_LOOK)
             moment = time.time()
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -93,4 +145,4 @@ def _drain(ledger: FilledLedger, command: Sequence[str], *, tcp: bool) -> Draine
         said = log.read()[-2000:].decode(errors="replace")
     if process.returncode != 0 or usage is None:
         raise RuntimeError(f"{command[-1]} ended with {process.returncode}: {said}")
-    return drained_in(moment - began, usage, rss, cpu)
+    return drained_in(moment - began, usage, rss, cpu, share=events / ledger.events)
