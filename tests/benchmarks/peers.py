@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psycopg2
 from psycopg2.extensions import parse_dsn
@@ -37,6 +37,7 @@ from tests.benchmarks.processes import cpu_seconds_of
 _CLIENTS: Final = Path(__file__).parent / "clients"
 _PATIENCE: Final = 120.0
 _SLOW: Final = 30_000  # events
+_TRIAL: Final = 50  # events, to see whether it can read them at all
 _LOOK: Final = 0.02
 
 
@@ -61,10 +62,18 @@ PEERS: Final = (
 def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) -> dict[str, Callable[[], Drained]]:
     """Those that can run here; of the others ``tell`` is told why not."""
     found: dict[str, Callable[[], Drained]] = {}
+
+    def add(name: str, command: Sequence[str], **more: Any) -> None:
+        try:
+            _drain(ledger, command, tcp=tcp, **{**more, "most": _TRIAL})
+        except RuntimeError as error:
+            tell(f"{name} is left out: {error}")
+        else:
+            found[name] = partial(_drain, ledger, command, tcp=tcp, **more)
+
     node = shutil.which("node")
     if node and _succeeds([node, "-e", "require('pg-logical-replication')"]):
-        command = [node, str(_CLIENTS / "pg_logical_replication.js")]
-        found["pg-logical-replication (Node)"] = partial(_drain, ledger, command, tcp=tcp)
+        add("pg-logical-replication (Node)", [node, str(_CLIENTS / "pg_logical_replication.js")])
     else:
         tell("pg-logical-replication is left out: node does not run here, or does not find it")
     pythons = os.environ.get("WALSTREAM_BENCH_PYTHONS", sys.executable).split(os.pathsep)
@@ -75,8 +84,7 @@ def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) 
         elif not _has_plugin(ledger, peer.plugin):
             tell(f"{peer.name} is left out: the server does not have {peer.plugin}")
         else:
-            command = [python, str(_CLIENTS / peer.script)]
-            found[peer.name] = partial(_drain, ledger, command, tcp=tcp, plugin=peer.plugin, most=_SLOW)
+            add(peer.name, [python, str(_CLIENTS / peer.script)], plugin=peer.plugin, most=_SLOW)
     return found
 
 
@@ -132,7 +140,7 @@ def _drain(
                 ended, status, usage = os.wait4(process.pid, os.WNOHANG)
                 cpu = cpu_seconds_of(sender) or cpu
                 if time.monotonic() > until:
-                    raise RuntimeError(f"{command[-1]} has not drained {events} events in {_PATIENCE:.0f} s")
+                    raise RuntimeError(f"{Path(command[-1]).name} has not drained {events} events in {_PATIENCE:.0f} s")
                 time.sleep(_LOOK)
             moment = time.time()
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -144,5 +152,5 @@ def _drain(
         log.seek(0)
         said = log.read()[-2000:].decode(errors="replace")
     if process.returncode != 0 or usage is None:
-        raise RuntimeError(f"{command[-1]} ended with {process.returncode}: {said}")
+        raise RuntimeError(f"{Path(command[-1]).name} ended with {process.returncode}: {said}")
     return drained_in(moment - began, usage, rss, cpu, share=events / ledger.events)

@@ -18,6 +18,7 @@ def main(connection: str, slot: str, publication: str, inserts: str) -> None:
         if left <= 0:
             reader.extractor.kill()
             os._exit(0)
+    sys.exit(f"it ended with {left} inserts to go")  # it logs its errors, and stops
 
 
 if __name__ == "__main__":
