@@ -3,7 +3,7 @@ they have no notion of (an order, a cursor, visibility) they need not do.
 
 - pg-logical-replication for Node: where `node` runs and finds the package (in a folder that NODE_PATH names).
 - walbox, pgoutput-decoder and pypgoutput: where an interpreter has them. Some want another Python than this one;
-  WALSTREAM_BENCH_PYTHONS names interpreters to look into (with a colon between two), in place of this one.
+  BENCH_PYTHONS names interpreters to look into (with a colon between two), in place of this one.
 - psycopg2 with wal2json: where the server has that plugin.
 
 Those in Python are slow, so they drain only the first 30,000 events.
@@ -76,11 +76,11 @@ def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) 
         add("pg-logical-replication (Node)", [node, str(_CLIENTS / "pg_logical_replication.js")])
     else:
         tell("pg-logical-replication is left out: node does not run here, or does not find it")
-    pythons = os.environ.get("WALSTREAM_BENCH_PYTHONS", sys.executable).split(os.pathsep)
+    pythons = os.environ.get("BENCH_PYTHONS", sys.executable).split(os.pathsep)
     for peer in PEERS:
         python = next((each for each in pythons if _succeeds([each, "-c", f"import {peer.module}"])), None)
         if python is None:
-            tell(f"{peer.name} is left out: no interpreter here has {peer.module} (see WALSTREAM_BENCH_PYTHONS)")
+            tell(f"{peer.name} is left out: no interpreter here has {peer.module} (see BENCH_PYTHONS)")
         elif not _has_plugin(ledger, peer.plugin):
             tell(f"{peer.name} is left out: the server does not have {peer.plugin}")
         else:

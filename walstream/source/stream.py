@@ -104,8 +104,7 @@ class ReplicationStream:
         self.passed = 0
         self.confirmed = 0
         self.last_heard = time.monotonic()
-        self.drained = True
-        self.patience = DEFAULT_TIMEOUT
+        self.drained, self.patience = True, DEFAULT_TIMEOUT
         self._wanted = 0
         self._confirms = 0
         self._sent_passed = 0
@@ -183,8 +182,7 @@ class ReplicationStream:
                 closed, whatever psycopg2 thinks of it.
         """
         self._require_open()
-        self._count = 0
-        self.drained = False
+        self._count, self.drained = 0, False
         with contextlib.closing(self._messages(limit)) as messages:
             consume(messages)
         self._burst += self._count
