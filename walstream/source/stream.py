@@ -105,8 +105,7 @@ class ReplicationStream:
         self.confirmed = 0
         self.last_heard = time.monotonic()
         self.drained, self.patience = True, DEFAULT_TIMEOUT
-        self._wanted = 0
-        self._confirms = 0
+        self._wanted = self._confirms = 0
         self._sent_passed = 0
         self._sent_at = self._due = self._last_wait = self.last_heard
         self._burst = self._count = 0
