@@ -38,6 +38,21 @@ def rows_of(order: OrderBench) -> list[tuple[int, int]]:
     return order.execute(f"SELECT first_offset, events FROM {quote(order.namespace)}.commit_order ORDER BY 1")
 
 
+def open_transaction(order: OrderBench) -> tuple[psycopg2.extensions.connection, int]:
+    """A transaction that runs, and its id."""
+    connection = order.connect()
+    connection.autocommit = False
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_current_xact_id()::text::bigint")
+        (xid,) = cursor.fetchone() or (0,)
+    return connection, xid
+
+
+def finished_transaction(order: OrderBench) -> int:
+    """The id of a transaction that is over."""
+    return int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0])
+
+
 def waits_for_lock(order: OrderBench, connection: psycopg2.extensions.connection) -> bool:
     pid = connection.info.backend_pid
     return bool(order.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'", pid))
@@ -161,12 +176,8 @@ def test_a_zombie_after_compaction_is_refused(order: OrderBench) -> None:
 
 def test_a_snapshot_tells_finished_from_running(order: OrderBench) -> None:
     writer = order.writer()
-    open_one = order.connect()
-    open_one.autocommit = False
-    with open_one.cursor() as cursor:
-        cursor.execute("SELECT pg_current_xact_id()::text::bigint")
-        (running,) = cursor.fetchone() or (0,)
-    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0])
+    open_one, running = open_transaction(order)
+    finished = finished_transaction(order)
     assert finished > running
     snapshot = writer.snapshot()
     assert snapshot.shows_finished(finished & 0xFFFFFFFF)
@@ -179,12 +190,8 @@ def test_a_snapshot_tells_finished_from_running(order: OrderBench) -> None:
 def test_a_segment_is_written_only_if_its_transactions_are_finished(order: OrderBench) -> None:
     """Question and row in one statement. The newer transaction is finished while the older one runs."""
     writer = order.writer()
-    open_one = order.connect()
-    open_one.autocommit = False
-    with open_one.cursor() as cursor:
-        cursor.execute("SELECT pg_current_xact_id()::text::bigint")
-        (running,) = cursor.fetchone() or (0,)
-    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0])
+    open_one, running = open_transaction(order)
+    finished = finished_transaction(order)
     first = order.segment(writer, [7])
     assert not writer.append_if_finished(first, [finished]), "it cannot tell yet what the ids are in full"
     ahead = writer.snapshot().xmax
@@ -204,7 +211,7 @@ def test_a_segment_is_not_written_on_the_word_of_an_old_snapshot(
 ) -> None:
     """In a busy cluster ids go round while the ledger is quiet."""
     writer = order.writer()
-    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0]) & 0xFFFFFFFF
+    finished = finished_transaction(order) & 0xFFFFFFFF
     writer.snapshot()
     now = time.monotonic()
     monkeypatch.setattr("walstream.order.writer.time.monotonic", lambda: now + 61)
@@ -214,7 +221,7 @@ def test_a_segment_is_not_written_on_the_word_of_an_old_snapshot(
 
 def test_a_replaced_generation_does_not_write_what_is_finished(order: OrderBench) -> None:
     writer = order.writer()
-    finished = int(order.execute("SELECT pg_current_xact_id()::text::bigint")[0][0]) & 0xFFFFFFFF
+    finished = finished_transaction(order) & 0xFFFFFFFF
     writer.snapshot()
     order.take_over()
     assert not writer.append_if_finished(order.segment(writer, [7]), [finished])

@@ -105,6 +105,18 @@ def _matplotlib() -> None:
 
 
 @pytest.mark.usefixtures("_matplotlib")
+def test_a_client_that_drained_a_part_is_counted_by_that_part() -> None:
+    some = Drained(1.0, client_cpu=0.5, walsender_cpu=0.1, rss_mb=60.0, share=0.25)
+    found = summary({"pg_recvlogical": drained(1.0), "slow": [some]}, 1000, first="pg_recvlogical")
+    assert {name: found["slow"][name] for name in ("events", "events_per_s", "ratio", "client_cpu_us")} == {
+        "events": 250,
+        "events_per_s": 250,
+        "ratio": 0.25,
+        "client_cpu_us": 2000.0,
+    }
+    assert found["slow"]["walsender_cpu_us"] == 400.0
+
+
 @pytest.mark.parametrize("name", LABELS)
 def test_a_chart_holds_its_labels_and_is_the_same_again(name: str, tmp_path: Path) -> None:
     found, labels = LABELS[name]

@@ -1,8 +1,7 @@
 """A batch: transactions in commit order, laid out as the order needs them.
 
-The thread that reads lays out what it has just decoded (:meth:`Batch.of`), while all of it is in the processor's cache,
-and a little at a time. The orderer then works on few, dense columns: it does not touch the objects of an event again,
-and is done before the server has filled the socket.
+The thread that reads lays out what it has just decoded (:meth:`Batch.of`), a little at a time. The orderer then works on
+few, dense columns and has the interpreter for a shorter time, in which nothing can be read.
 """
 
 from __future__ import annotations
