@@ -1,7 +1,7 @@
 """A batch: transactions in commit order, laid out as the order needs them.
 
-The thread that reads lays out what it has just decoded (:meth:`Batch.of`), a little at a time. The orderer then works on
-few, dense columns and has the interpreter for a shorter time, in which nothing can be read.
+The thread that reads lays out what it has just decoded (:meth:`Batch.of`), a little at a time. The orderer then works
+on few, dense columns and has the interpreter for a shorter time, in which nothing can be read.
 """
 
 from __future__ import annotations
