@@ -119,15 +119,15 @@ def test_a_large_transaction_is_ordered_in_pieces_that_say_how_far_they_got(data
     with stream.host(recorder):
         database.execute(
             "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
-            " SELECT gen_random_uuid(), 'a', 'big', jsonb_build_object('n', n) FROM generate_series(1, 5000) n"
+            " SELECT gen_random_uuid(), 'a', 'big', jsonb_build_object('n', n) FROM generate_series(1, 60000) n"
         )
         stream.insert("after")
-        eventually(lambda: len(recorder.got) == 5001, "all of it")
+        eventually(lambda: len(recorder.got) == 60_001, "all of it")
     partial = [segment.partial_inserts for segment in stream.segments() if segment.partial_inserts]
     assert len(partial) > 2
     assert partial == sorted(set(partial))
     assert stream.ordered() == stream.ledger()
-    assert [event.offset for event in recorder.got] == list(range(1, 5002))
+    assert [event.offset for event in recorder.got] == list(range(1, 60_002))
 
 
 def test_a_seq_that_comes_twice_is_a_violation(database: Database) -> None:

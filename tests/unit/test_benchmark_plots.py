@@ -99,12 +99,6 @@ def recorded(folder: Path, name: str, found: dict[str, Any]) -> Path:
     return file
 
 
-@pytest.fixture
-def _matplotlib() -> None:
-    pytest.importorskip("matplotlib", reason="charts need matplotlib: pip install -e '.[bench]'")
-
-
-@pytest.mark.usefixtures("_matplotlib")
 def test_a_client_that_drained_a_part_is_counted_by_that_part() -> None:
     some = Drained(1.0, client_cpu=0.5, walsender_cpu=0.1, rss_mb=60.0, share=0.25)
     found = summary({"pg_recvlogical": drained(1.0), "slow": [some]}, 1000, first="pg_recvlogical")
@@ -117,6 +111,12 @@ def test_a_client_that_drained_a_part_is_counted_by_that_part() -> None:
     assert found["slow"]["walsender_cpu_us"] == 400.0
 
 
+@pytest.fixture
+def _matplotlib() -> None:
+    pytest.importorskip("matplotlib", reason="charts need matplotlib: pip install -e '.[bench]'")
+
+
+@pytest.mark.usefixtures("_matplotlib")
 @pytest.mark.parametrize("name", LABELS)
 def test_a_chart_holds_its_labels_and_is_the_same_again(name: str, tmp_path: Path) -> None:
     found, labels = LABELS[name]
