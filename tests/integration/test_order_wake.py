@@ -90,6 +90,29 @@ def test_many_calls_become_few_notifications(order: OrderBench) -> None:
     assert count() == 2
 
 
+@pytest.mark.parametrize("bad", [("a" * 64, ""), ("jobs", "x" * 8000)], ids=["channel", "payload"])
+def test_what_the_server_refuses_silences_nobody_else(
+    order: OrderBench, listener: Listener, bad: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A projector's announcement that is too long is dropped; growth, which came together with it, is announced."""
+    entered, gate = threading.Event(), threading.Event()
+
+    def connect() -> Connection:
+        entered.set()
+        gate.wait(60)
+        return order.connect()
+
+    notifier = Notifier(connect, order.namespace)
+    notifier.notify("warm", "up")
+    assert entered.wait(60)
+    notifier.notify(*bad)
+    notifier.notify()
+    gate.set()
+    assert listener.wait(60)
+    assert len([record for record in caplog.records if "not announced" in record.getMessage()]) == 1
+    notifier.close()
+
+
 def test_a_lost_connection_is_made_again(order: OrderBench, listener: Listener) -> None:
     """Neither side fails, and what was announced in between is not missed: a new LISTEN is a reason to look."""
     notifier = Notifier(order.connect, order.namespace)

@@ -79,7 +79,7 @@ class Bench:
         self.store = Store()
         self.buffer = HotBuffer(1 << 20)
         self.buffer.reset(next_offset)
-        self.heartbeats = 0
+        self.heartbeats = self.announced = self.woken = 0
         self.orderer = Orderer(
             self.store,
             SeenSeqs(max_seq, known),
@@ -90,7 +90,8 @@ class Bench:
             generation=3,
             key_prefix="l:1",
             pending_limit=1 << 20,
-            on_progress=lambda: None,
+            announce=self._announce,
+            wake=self._wake,
             heartbeat=self._beat,
             heartbeat_seconds=0.05,
         )
@@ -98,6 +99,12 @@ class Bench:
 
     def _beat(self) -> None:
         self.heartbeats += 1
+
+    def _announce(self) -> None:
+        self.announced += 1
+
+    def _wake(self) -> None:
+        self.woken += 1
 
     def offsets(self, after: int = 0) -> list[tuple[int, int]]:
         events = self.buffer.read(after, 1000, 0)
@@ -327,6 +334,8 @@ def test_positions_are_asked_for_now_and_then_and_nothing_is_idle_before(bench: 
     assert len(bench.orderer.confirmable) <= (time.monotonic() - began) / 0.05 + 1
     ends = [end for _, end in bench.orderer.confirmable]
     assert ends == sorted(ends)
+    assert bench.announced == 200
+    assert bench.woken == len(ends), "the reader is woken for what it may confirm, and for nothing else"
     bench.orderer.confirmable.clear()
     assert bench.orderer.idle
 
@@ -388,6 +397,7 @@ def test_what_the_store_says_ends_it(bench: Bench) -> None:
     bench.orderer.submit(burst((1, 100, [1])))
     eventually(lambda: bench.orderer.error is not None)
     assert isinstance(bench.orderer.error, Fenced)
+    eventually(lambda: bench.woken == 1)  # the reader, who ends the session
     assert bench.offsets() == []
 
 

@@ -156,7 +156,7 @@ class Context:
         the whole cluster for as long as the commit takes.)
 
         Args:
-            payload: less than 8,000 bytes. The same text many times is sent once.
+            payload: less than 8,000 bytes. The same text many times is sent once. What is longer is dropped, with a warning.
         """
         if not self.rebuilding:
             self._announcements[channel, payload] = None

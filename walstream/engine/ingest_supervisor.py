@@ -240,7 +240,8 @@ class IngestSupervisor:
                 generation=lease.generation,
                 key_prefix=identity.key_prefix,
                 pending_limit=settings.pending_bytes,
-                on_progress=_after_flush(stream, notifier),
+                announce=notifier.notify,
+                wake=stream.wakeup,
                 heartbeat=lambda: store.heartbeat(orderer, running),
                 heartbeat_seconds=max(0.2, settings.lease_seconds / 4),
             )
@@ -378,14 +379,6 @@ class IngestSupervisor:
                 connection.close()
 
         _quietly(write)
-
-
-def _after_flush(stream: MessageStream, notifier: Notifier) -> Callable[[], None]:
-    def progress() -> None:
-        stream.wakeup()
-        notifier.notify()
-
-    return progress
 
 
 def _quietly(call: Callable[[], Any]) -> None:

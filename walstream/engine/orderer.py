@@ -77,7 +77,8 @@ class Orderer:
         generation: of this ingest.
         key_prefix: ``ledger:epoch``.
         pending_limit: bytes that may wait before the reader should pause.
-        on_progress: called after each flush, from this thread; must return at once.
+        announce: called after each flush, from this thread; must return at once.
+        wake: called likewise when there is something for the reader: a commit that may be confirmed, or an error.
         heartbeat, heartbeat_seconds: called this often from this thread, also while it waits for a transaction.
     """
 
@@ -93,7 +94,8 @@ class Orderer:
         generation: int,
         key_prefix: str,
         pending_limit: int,
-        on_progress: Callable[[], None],
+        announce: Callable[[], None],
+        wake: Callable[[], None],
         heartbeat: Callable[[], None],
         heartbeat_seconds: float,
     ) -> None:
@@ -106,7 +108,8 @@ class Orderer:
         self._generation = generation
         self._key_prefix = key_prefix
         self._pending_limit = pending_limit
-        self._on_progress = on_progress
+        self._announce = announce
+        self._wake = wake
         self._heartbeat = heartbeat
         self._heartbeat_seconds = heartbeat_seconds
 
@@ -201,7 +204,7 @@ class Orderer:
         finally:
             with self._changed:
                 self._changed.notify_all()
-            self._on_progress()
+            self._wake()
 
     def _loop(self) -> None:
         backlog = Backlog()
@@ -224,8 +227,7 @@ class Orderer:
             if time.monotonic() >= due:
                 self._heartbeat()
                 due = time.monotonic() + self._heartbeat_seconds
-            if self._take_position():
-                self._on_progress()
+            self._take_position()
             while backlog.noticed:
                 self._record_noticed(backlog.noticed.popleft())
             if backlog.pieces:
@@ -316,14 +318,14 @@ class Orderer:
             self._take_position()
         self._finish(backlog, nbytes)
 
-    def _take_position(self) -> bool:
-        """Ask where the WAL stands behind what was ordered, if it is time to; whether it was. Rule 3."""
+    def _take_position(self) -> None:
+        """Ask where the WAL stands behind what was ordered, if it is time to. Rule 3."""
         if not self._behind or time.monotonic() < self._position_at:
-            return False
+            return
         self.confirmable.append((self._store.wal_position(), self._behind))
         self._behind = 0
         self._position_at = time.monotonic() + _POSITION_SECONDS
-        return True
+        self._wake()
 
     def _note_lowest(self, seq: int) -> None:
         with self._changed:
@@ -361,7 +363,7 @@ class Orderer:
         with self._changed:
             self._unfinished -= 1
             self._changed.notify_all()
-        self._on_progress()
+        self._announce()
 
     def _record_noticed(self, noticed: Noticed) -> None:
         self.violations += self._store.record_noticed(noticed)
@@ -377,4 +379,4 @@ class Orderer:
                 self._unfinished -= backlog.bursts
                 backlog.bursts = 0
             self._changed.notify_all()
-        self._on_progress()
+        self._announce()
