@@ -156,7 +156,8 @@ class Context:
         the whole cluster for as long as the commit takes.)
 
         Args:
-            payload: less than 8,000 bytes. The same text many times is sent once. What is longer is dropped, with a warning.
+            payload: less than 8,000 bytes; what is longer is dropped, with a warning. The same text many times is sent
+                once.
         """
         if not self.rebuilding:
             self._announcements[channel, payload] = None
