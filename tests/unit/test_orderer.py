@@ -174,6 +174,7 @@ def test_a_transaction_that_is_not_visible_holds_back_itself_and_what_is_behind_
     bench.store.visible_below = 6
     assert bench.orderer.drain(60)
     assert bench.offsets() == [(1, 1), (2, 2), (3, 3)]
+    assert bench.store.asked == [[4, 5, 3], [5, 3]], "a row is sent along with the first look only"
 
 
 def test_few_transactions_are_ordered_in_one_round_trip(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

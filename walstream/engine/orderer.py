@@ -231,7 +231,7 @@ class Orderer:
             while backlog.noticed:
                 self._record_noticed(backlog.noticed.popleft())
             if backlog.pieces:
-                released = self._release(backlog)
+                released = self._release(backlog, first_look=nap == _NAP_FIRST)
                 if released:
                     nap = _NAP_FIRST
                 else:
@@ -256,9 +256,10 @@ class Orderer:
             else:
                 backlog.absorb(*item)
 
-    def _release(self, backlog: Backlog) -> bool:
+    def _release(self, backlog: Backlog, *, first_look: bool) -> bool:
         """Order the longest prefix that is visible to others and fits into a segment. Rule 2."""
-        if backlog.pieces <= _FEW and not backlog.violations and self._release_all(backlog):
+        # Who waited once waits for long, mostly: from then on only the question is sent, and no row with it.
+        if first_look and backlog.pieces <= _FEW and not backlog.violations and self._release_all(backlog):
             return True
         ready = backlog.batch.ready(self._store.snapshot())
         if not ready:
