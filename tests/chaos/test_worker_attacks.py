@@ -23,6 +23,7 @@ from tests.chaos.handoffs import AGENT, Forks, Workers
 from tests.conftest import Database
 from tests.integration.streams import eventually
 from walstream import ClaimedJob, ConfigError, Fenced, JobRefused, Jobs, TurnLedger, Worker
+from walstream.errors import Unavailable
 from walstream.order.wake import Listener
 from walstream.worker.leases import Leases
 
@@ -369,6 +370,44 @@ def test_a_job_that_has_just_been_completed_was_not_lost(caplog: pytest.LogCaptu
     leases.stop()
     assert lease.lost is None
     assert caplog.records == []
+
+
+def test_a_renewal_whose_connection_was_cut_is_made_on_another_at_once(attacked: Attacked) -> None:
+    """And not a third of a lease later: a second cut, or a slow connection, would then be one too many."""
+    made: list[Any] = []
+    asked: list[Any] = []
+
+    def connect() -> Any:
+        if len(made) == 2:
+            raise Unavailable("the server is away")
+        made.append(attacked.database.connect())
+        made[-1].autocommit = True
+        return made[-1]
+
+    class Counting(Jobs):
+        def renew(self, *args: Any, **rest: Any) -> bool:
+            asked.append(rest["on"])
+            return super().renew(*args, **rest)
+
+    attacked.hand_off()
+    job = attacked.jobs.claim(AGENT, "w", lease_seconds=600, on=attacked.on)
+    assert job is not None
+    leases = Leases(connect, Counting(attacked.settings), 1800)
+    lease = leases.hold(job, None)
+
+    def round_of_renewals(*, cut: bool) -> None:
+        if cut:
+            attacked.database.execute("SELECT pg_terminate_backend(%s)", made[-1].info.backend_pid)
+        leases._renew(lease)
+
+    round_of_renewals(cut=False)
+    round_of_renewals(cut=True)
+    assert asked == [made[0], made[0], made[1]]
+    assert attacked.database.execute("SELECT lease_expires_at > now() + interval '20 min' FROM agent_jobs") == [(True,)]
+    round_of_renewals(cut=True)
+    round_of_renewals(cut=False)
+    assert asked == [made[0], made[0], made[1], made[1]], "where no connection is to be had, the next round tries again"
+    assert lease.lost is None
 
 
 # -- rights and settings that change at run time ---------------------------------------------------------------------

@@ -212,11 +212,11 @@ def test_asleep_and_nobody_else_there(workers: Workers) -> None:
 
 
 def test_a_turn_of_four_leases_keeps_its_job_although_its_renewals_are_cut(workers: Workers) -> None:
-    job = workers.hand_off(sleep=6.0)
-    pid = workers.start(lease_seconds=1.5)
+    job = workers.hand_off(sleep=8.0)
+    pid = workers.start(lease_seconds=2.0)
     eventually(workers.begun, "it has begun")
     workers.start(concurrency=2)  # somebody waits for it
-    for _ in range(4):
+    for _ in range(6):
         time.sleep(1.0)
         workers.database.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"

@@ -120,20 +120,28 @@ class Leases:
         self._drop()
 
     def _renew(self, lease: Lease) -> None:
+        used = self._connection is not None
+        if not self._tried(lease) and used:
+            # A connection that was cut while it lay idle says so only now; on a new one the lease may still be renewed.
+            self._tried(lease)
+
+    def _tried(self, lease: Lease) -> bool:
+        """Renew it; ``False`` if that could not be asked of the server."""
         job = lease.job
         try:
             if self._connection is None:
                 self._connection = self._connect()
             renewed = self._jobs.renew(job, lease_seconds=self._seconds, on=self._connection)
         except psycopg2.errors.LockNotAvailable:
-            return  # a transaction that writes in the job's name is open: nobody can claim it meanwhile
+            return True  # a transaction that writes in the job's name is open: nobody can claim it meanwhile
         except Exception as raised:  # whatever it is: should this thread end, no lease would be renewed any more
             log.warning("the lease of job %d was not renewed: %s", job.job_id, classify(raised, doing="renewing"))
             self._drop()
-            return
+            return False
         if not renewed and lease in self.held():  # or the turn has just ended
             lease.lose("its lease is lost: another worker has the job, or it was canceled")
             log.warning("job %d (session %s): %s", job.job_id, job.session_id, lease.lost)
+        return True
 
     def _drop(self) -> None:
         if self._connection is not None:
