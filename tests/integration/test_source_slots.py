@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psycopg2
 import pytest
+from psycopg2.extensions import connection as Connection
 
 from tests.conftest import Database
 from tests.integration.source_ledgers import Ledger, slot_name
 from walstream.errors import ConfigError, SlotError, Unavailable
 from walstream.postgres import PostgresServer
 from walstream.source import slots
-from walstream.source.connection import connect
+from walstream.source.connection import connect, replication_connect
 from walstream.source.facts import Blocker, blockers, slot_facts
 
 
@@ -142,6 +144,33 @@ def test_failover_slots_need_17(ledger: Ledger, database: Database) -> None:
         assert ledger.execute(
             "SELECT failover FROM pg_replication_slots WHERE slot_name = %s", ledger.settings.slot
         ) == [(True,)]
+
+
+@pytest.mark.parametrize("another", [True, False], ids=["cancelled", "where no other connection can be had"])
+def test_a_slot_that_is_read_meanwhile_is_waited_for_with_an_end(
+    ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """ALTER_REPLICATION_SLOT knows no timeout of the server's. It is ended from here without ``connection.cancel()``,
+    which would keep all threads waiting for as long as a network stands still."""
+    if database.server.major < 17:
+        pytest.skip("slots for fail-over came with 17")
+    ledger.make_slot()
+    opened: list[Connection] = []
+
+    def open_one(*args: Any, **rest: Any) -> Connection:
+        if opened and not another:
+            raise Unavailable("no way there")
+        opened.append(replication_connect(*args, **rest))
+        return opened[-1]
+
+    monkeypatch.setattr(slots, "replication_connect", open_one)
+    monkeypatch.setattr(slots, "slot_facts", lambda *_: None)  # it is taken right after that look
+    monkeypatch.setattr(slots, "_ALTER_SECONDS", 0.5)
+    with ledger.reading():
+        with pytest.raises(Unavailable) as raised:
+            slots.set_failover(ledger.settings.dsn, ledger.settings.slot, True)
+        assert ("not free within" in str(raised.value)) == another
+    assert all(each.closed for each in opened)
 
 
 def test_only_our_own_slots_are_dropped(ledger: Ledger, database: Database) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import psycopg2
@@ -25,7 +26,8 @@ from psycopg2.extensions import connection as Connection
 from walstream.config import quote
 from walstream.errors import ConfigError, SlotError, Unavailable
 from walstream.lsn import format_lsn, parse_lsn
-from walstream.source.connection import replication_connect
+from walstream.source.answers import answered_within
+from walstream.source.connection import abandon, replication_connect
 from walstream.source.facts import Blocker, blockers, slot_facts
 from walstream.source.failures import classify
 from walstream.source.publications import name_list, string_literal
@@ -183,9 +185,13 @@ def set_failover(dsn: str, slot: str, wanted: bool, *, connect_timeout: int = 10
         Unavailable: somebody reads it.
         SlotError, ConfigError: it is not there, or this role may not.
     """
-    made = replication_connect(dsn, application_name="walstream:alter-slot", connect_timeout=connect_timeout)
+    open_one = partial(
+        replication_connect, dsn, application_name="walstream:alter-slot", connect_timeout=connect_timeout
+    )
+    made = open_one()
     # The command waits for whoever reads the slot, without a limit that could be set: so it is cancelled from here.
-    limit = threading.Timer(_ALTER_SECONDS, made.cancel)
+    limit = threading.Timer(_ALTER_SECONDS, _cancel, (made, open_one))
+    limit.daemon = True
     try:
         facts = slot_facts(made, slot)
         if facts is not None and facts.holder is not None:
@@ -199,7 +205,22 @@ def set_failover(dsn: str, slot: str, wanted: bool, *, connect_timeout: int = 10
         raise classify(error, doing=f"changing slot {slot}") from error
     finally:
         limit.cancel()
+        if limit.ident is not None:
+            limit.join()  # it must not meet a connection that was closed
         made.close()
+
+
+def _cancel(connection: Connection, open_one: Callable[[], Connection]) -> None:
+    """Cancel what a connection waits for, by way of another one; where that cannot be had, give the connection up."""
+    try:
+        with (
+            contextlib.closing(open_one()) as other,
+            answered_within(other, _ALTER_SECONDS),
+            other.cursor() as cursor,
+        ):
+            cursor.execute("SELECT pg_cancel_backend(%s)", (connection.info.backend_pid,))
+    except Exception:  # whatever it is, the command must not be waited for any longer
+        abandon(connection)
 
 
 def start_command(slot: str, start_lsn: int, *publications: str) -> str:
