@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.cli_calls import call
+from tests.cli_calls import call, ok
 from tests.conftest import Database
 from walstream.engine.unwatched import ORDINAL
 
@@ -85,3 +87,25 @@ def test_what_is_ignored_or_may_not_be_seen_holds_nobody_up(database: Database) 
     database.execute(MOVED, stream.settings.slot)
     run_for_a_moment(stream)
     assert database.execute(FOUND) == []
+
+
+@pytest.mark.parametrize("by", [MOVED, DROPPED])
+def test_a_ledger_that_halts_goes_on_after_the_stretch_is_acknowledged(database: Database, by: str) -> None:
+    """`violations = halt`: nothing behind it is ordered before, and it halts for it once."""
+    stream = Installed(database, "--audit", violations="halt")
+    run_for_a_moment(stream)
+    stream.insert("missed")
+    database.execute(by, stream.settings.slot)
+    recorder = Recorder()
+    with stream.host(recorder) as host:
+        assert host.ingest is not None
+        eventually(lambda: host.ingest and host.ingest.state.state == "halted", "it halts for the stretch")
+        stream.insert("behind")
+        time.sleep(1.0)
+        assert [kind for kind, *_ in database.execute(FOUND)] == ["slot"]
+        assert recorder.types in ([], ["missed"]), "a slot that is made anew has taken what it missed from the ledger"
+        ok("audit", "acknowledge", "--note", "known", dsn=database.dsn)
+        eventually(lambda: sorted(recorder.types) == ["behind", "missed"], "it goes on, and misses nothing")
+        assert host.ingest.error is None
+    run_for_a_moment(stream)  # and it does not halt again
+    assert [kind for kind, *_ in database.execute(FOUND)] == ["slot"]
