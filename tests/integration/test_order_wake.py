@@ -90,11 +90,15 @@ def test_many_calls_become_few_notifications(order: OrderBench) -> None:
     assert count() == 2
 
 
-@pytest.mark.parametrize("bad", [("a" * 64, ""), ("jobs", "x" * 8000)], ids=["channel", "payload"])
-def test_what_the_server_refuses_silences_nobody_else(
+@pytest.mark.parametrize(
+    "bad",
+    [("a" * 64, ""), ("jobs", "x" * 8000), ("jobs", "a\0b"), ("jobs", "\ud800")],
+    ids=["a channel that is too long", "a payload that is too long", "a NUL", "half a character"],
+)
+def test_what_cannot_be_announced_silences_nobody_else(
     order: OrderBench, listener: Listener, bad: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A projector's announcement that is too long is dropped; growth, which came together with it, is announced."""
+    """It is dropped; what came together with it is announced, and so is what comes later."""
     entered, gate = threading.Event(), threading.Event()
 
     def connect() -> Connection:
@@ -102,14 +106,39 @@ def test_what_the_server_refuses_silences_nobody_else(
         gate.wait(60)
         return order.connect()
 
+    jobs = Listener(order.connect, order.namespace, 60, channel="jobs", payloads=["good", "later"])
+    jobs.wait(60)
     notifier = Notifier(connect, order.namespace)
     notifier.notify("warm", "up")
     assert entered.wait(60)
+    notifier.notify("jobs", "good")
     notifier.notify(*bad)
     notifier.notify()
     gate.set()
     assert listener.wait(60)
-    assert len([record for record in caplog.records if "not announced" in record.getMessage()]) == 1
+    assert jobs.wait(60)
+    notifier.notify("jobs", "later")
+    assert jobs.wait(60)
+    assert len([record for record in caplog.records if "not announced on channel" in record.getMessage()]) == 1
+    notifier.close()
+    jobs.close()
+
+
+def test_what_cannot_be_sent_for_long_is_not_kept_without_end() -> None:
+    tried = threading.Event()
+
+    def refused() -> Connection:
+        tried.set()
+        raise Unavailable("away")
+
+    notifier = Notifier(refused, "walstream")
+    for number in range(30_000):
+        notifier.notify("jobs", str(number))
+        if number == 5_000:
+            assert tried.wait(60)
+    notifier.notify()
+    assert len(notifier._due) <= 20_001
+    assert channel_of("walstream") in [channel for channel, _ in notifier._due]
     notifier.close()
 
 

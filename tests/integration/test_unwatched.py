@@ -109,3 +109,29 @@ def test_a_ledger_that_halts_goes_on_after_the_stretch_is_acknowledged(database:
         assert host.ingest.error is None
     run_for_a_moment(stream)  # and it does not halt again
     assert [kind for kind, *_ in database.execute(FOUND)] == ["slot"]
+
+
+UPDATED = "UPDATE agent_events SET payload = '{}' WHERE seq = 1"
+LARGE = (
+    "INSERT INTO agent_events (session_id, agent_id, event_type, payload)"
+    " VALUES (gen_random_uuid(), 'a', 'large', jsonb_build_object('x', repeat('x', 100000)))"
+)
+
+
+@pytest.mark.parametrize("statement", [UPDATED, LARGE], ids=["changes alone", "a large event, whose commit is a piece"])
+def test_what_is_confirmed_is_written_down_before(database: Database, statement: str) -> None:
+    """Else a kill right after that looks like somebody else who has moved the slot, and `halt` would halt for it."""
+    stream = Installed(database, "--audit")
+    moved = (
+        "SELECT s.confirmed_flush_lsn > greatest(n.confirmed_lsn, "
+        " (SELECT max(o.last_lsn) FROM walstream.commit_order o))"
+        " FROM walstream.ingest n JOIN pg_replication_slots s ON s.slot_name = %s"
+    )
+    with stream.host(lease_seconds=600, idle_persist_seconds=600, chunk_bytes=65536):  # the heartbeat writes too late
+        stream.insert("before")
+        stream.wait_ordered()
+        for _ in range(3):
+            ((begins,),) = database.execute("SELECT pg_current_wal_insert_lsn() - '0/0'")
+            database.execute(statement)
+            eventually(lambda begins=begins: stream.confirmed() > begins, "it is confirmed")  # type: ignore[misc]
+            assert database.execute(moved, stream.settings.slot) == [(False,)]

@@ -118,7 +118,11 @@ def test_an_idle_position_is_confirmed_only_after_it_was_written_down(bench: Ben
     bench.stream.keepalive(900)
     eventually(lambda: bench.session.idle_position == 900, "it is offered to be written down")
     assert bench.stream.confirmed == 0
-    bench.session.persisted_position = 900
+    bench.session.persisted = 900, 950
+    before = bench.stream.feedbacks
+    eventually(lambda: bench.stream.feedbacks > before + 2, "a few turns")
+    assert bench.stream.confirmed == 0, "what was written may be lost with the server until the stream has passed it"
+    bench.stream.keepalive(950)
     eventually(lambda: bench.stream.confirmed == 900, "it is confirmed")
 
 

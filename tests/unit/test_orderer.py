@@ -29,6 +29,7 @@ class Store:
         self.segments: list[Segment] = []
         self.durable: list[bool] = []
         self.asked: list[list[int]] = []
+        self.noted: list[tuple[int, int]] = []
         self.violations: list[Violation] = []
         self.visible_below = 1 << 31
         self.gate = threading.Event()
@@ -57,6 +58,9 @@ class Store:
     def wal_position(self) -> int:
         self.wal += 10
         return self.wal
+
+    def note_position(self, lsn: int) -> None:
+        self.noted.append((self.wal, lsn))
 
     def record_violations(self, violations: Sequence[Violation]) -> int:
         self.violations += violations
@@ -306,6 +310,8 @@ def test_a_transaction_of_violations_alone_writes_no_order_and_is_confirmed(benc
     assert bench.orderer.drain(60)
     assert len(bench.store.segments) == 1
     eventually(lambda: bench.orderer.confirmable[-1][1] == 230)
+    assert list(bench.orderer.confirmable) == [(1_000_010, 130), (1_000_020, 230)]
+    assert bench.store.noted == [(1_000_010, 230)], "no order row ends there: written down before the second position"
 
 
 def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
@@ -322,6 +328,7 @@ def test_a_piece_says_how_far_it_got_and_is_not_confirmed(bench: Bench) -> None:
     bench.orderer.submit(end)
     assert bench.orderer.drain(60)
     eventually(lambda: [end for _, end in bench.orderer.confirmable] == [80, 130])
+    assert [lsn for _, lsn in bench.store.noted] == [130], "the order says 100"
 
 
 def test_positions_are_asked_for_now_and_then_and_nothing_is_idle_before(bench: Bench) -> None:
@@ -337,6 +344,7 @@ def test_positions_are_asked_for_now_and_then_and_nothing_is_idle_before(bench: 
     assert ends == sorted(ends)
     assert bench.announced == 200
     assert bench.woken == len(ends), "the reader is woken for what it may confirm, and for nothing else"
+    assert bench.store.noted == [], "an order row ends there"
     bench.orderer.confirmable.clear()
     assert bench.orderer.idle
 

@@ -98,6 +98,16 @@ def test_seq_may_be_any_integer_or_a_domain_over_one(oid: int) -> None:
         decode(message((b"x", *VALUES[1:])), AT)
 
 
+@pytest.mark.parametrize("seq", [b"9223372036854775808", b"-9223372036854775809", b"1" * 5000], ids=len)
+def test_seq_may_not_have_more_than_64_bits(seq: bytes) -> None:
+    """As a domain over `numeric` can; said where it stands, so that what comes before it is not held up."""
+    decode = compile_row_decoder(relation(seq=16_500), LEDGER)
+    with pytest.raises(LedgerError, match=r"has -?[0-9]{19,}, which is more than 64 bits hold, at LSN 16/B374D848"):
+        decode(message((seq, *VALUES[1:])), AT)
+    for most in (b"9223372036854775807", b"-9223372036854775808"):
+        assert decode(message((most, *VALUES[1:])), AT)[0] == int(most)
+
+
 def test_a_ledger_has_six_columns() -> None:
     with pytest.raises(ValueError, match="not 5"):
         compile_row_decoder(relation(), LEDGER[:5])

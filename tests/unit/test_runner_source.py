@@ -11,6 +11,7 @@ from walstream.engine.source import Reset, StreamSource
 from walstream.errors import LedgerError
 from walstream.event import Commit, Event
 from walstream.order.buffer import HotBuffer
+from walstream.order.reader import ColdBatch
 from walstream.testing import make_event
 
 
@@ -74,3 +75,31 @@ def test_a_reset_between_making_and_reading_is_noticed() -> None:
     with pytest.raises(Reset):
         source.read(0, limit=10, timeout=0)
     assert source.read(0, limit=10, timeout=0).through == 0
+
+
+def test_what_was_read_ahead_does_not_outlive_a_reset() -> None:
+    """Rule 4: who starts over from his cursor is told what is there then."""
+
+    class Connection:
+        def close(self) -> None: ...
+
+    class Ledger:
+        order = "first"
+
+        def read(self, after: int, limit: int, max_bytes: int) -> ColdBatch:
+            del limit, max_bytes
+            return ColdBatch([make_event(after + 1, event_type=self.order)], after + 1000)
+
+    ledger, hot = Ledger(), HotBuffer(1 << 20)
+    hot.reset(10_000)
+    source = StreamSource(hot, Connection, lambda _: ledger, Never(), poll_seconds=60.0, max_bytes=1 << 20)  # type: ignore[arg-type]
+    assert source.read(0, limit=1000, timeout=0).events[0].event_type == "first"
+    assert source._cold is not None
+    assert source._cold._errand is not None
+    source._cold._errand.join()  # the next batch is here already
+    ledger.order = "second"
+    hot.reset(10_000)
+    with pytest.raises(Reset):
+        source.read(1000, limit=1000, timeout=0)
+    assert source.read(1000, limit=1000, timeout=0).events[0].event_type == "second"
+    source.close()

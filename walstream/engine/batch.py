@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, count, repeat
 
-from walstream.errors import LedgerError
 from walstream.event import Event, Row
 from walstream.order.segment import MAX_EVENTS, Segment, size_codes
 from walstream.order.snapshot import Snapshot
@@ -50,9 +49,6 @@ class Batch:
 
         Args:
             first_offset: the offset that its first event gets if nothing comes in between.
-
-        Raises:
-            LedgerError: a seq has more than 64 bits.
         """
         rows = burst.rows
         pieces = burst.pieces if len(rows) <= MAX_EVENTS else list(_divided(burst.pieces))
@@ -76,15 +72,10 @@ class Batch:
             if len(commits) == len(rows) == counts.count(1)
             else chain.from_iterable(map(repeat, commits, counts))
         )
-        try:
-            seqs = array("q", [row[0] for row in rows])
-        except OverflowError:
-            wide = next(row[0] for row in rows if not -(1 << 63) <= row[0] < 1 << 63)
-            raise LedgerError(f"the ledger has a row with seq {wide}, which is more than 64 bits hold") from None
         return cls(
             events=list(map(Event, count(first_offset), rows, each)),
             pieces=pieces,
-            seqs=seqs,
+            seqs=array("q", [row[0] for row in rows]),
             codes=bytearray(codes),
             counts=counts,
             xids=array("I", [commit.xid for commit in commits]),
@@ -127,6 +118,8 @@ class Batch:
     def ready(self, snapshot: Snapshot) -> int:
         """How many pieces at the front belong to transactions that are finished, and fit into one segment."""
         xids: Sequence[int] = self.xids
+        if not xids or not snapshot.shows_finished(xids[0]):
+            return 0  # said at once: this is asked again and again while a standby is away
         if len(self.events) > MAX_EVENTS:
             xids = xids[: sum(end <= MAX_EVENTS for end in accumulate(self.counts))]
         return snapshot.finished_first(xids)

@@ -85,8 +85,8 @@ class IngestSession:
         """Position of the stream up to which everything has been submitted to the orderer."""
         self.idle_position = 0
         """Where the slot may be moved to because nothing is outstanding; confirmed once it is written down."""
-        self.persisted_position = 0
-        """The newest idle position that is written down (by the heartbeat)."""
+        self.persisted = 0, 0
+        """The newest idle position that is written down (by the heartbeat), and a WAL position behind that."""
 
     @property
     def silence(self) -> float:
@@ -165,8 +165,9 @@ class IngestSession:
         if not self._intake.in_transaction and self._orderer.idle:
             # An idle ledger in a busy database: the position moves on, but only after it was written down (rule 10).
             self.idle_position = passed
-            if self.persisted_position > self._stream.confirmed:
-                self._stream.confirm(min(self.persisted_position, passed))
+            position, behind = self.persisted
+            if position > self._stream.confirmed and behind <= passed:
+                self._stream.confirm(min(position, passed))
 
     def _finish(self) -> None:
         """A bounded goodbye: order what was received, then confirm as much of it as the stream has passed."""

@@ -72,6 +72,16 @@ class FencedStore:
     def wal_position(self) -> int:
         return self._writer.wal_position()
 
+    def note_position(self, lsn: int) -> None:
+        """Write down that everything up to ``lsn`` was read, for commits that no order row ends at.
+
+        What is confirmed and written down nowhere is what somebody else has moved the slot over, at the next start.
+
+        Raises:
+            Fenced: another process took over.
+        """
+        self._execute("confirmed_lsn = GREATEST(confirmed_lsn, %s::pg_lsn)", (format_lsn(lsn),))
+
     def record_violations(self, violations: Sequence[Violation]) -> int:
         """Write down those that no erasure explains, durably; return how many changes that were. The same ones come
         again after a resend, and are the same rows then.
@@ -134,7 +144,7 @@ class FencedStore:
             self._emit_canary()
         if idle:
             self._idle_written, self._idle_written_at = idle, time.monotonic()
-            session.persisted_position = idle
+            session.persisted = idle, self.wal_position()
 
     def _emit_canary(self) -> None:
         """The stream is quiet: something has to come through it, or it is not alive."""

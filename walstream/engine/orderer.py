@@ -54,6 +54,7 @@ class OrderStore(Protocol):
     def append(self, segment: Segment, durable: bool = False) -> None: ...
     def append_if_finished(self, segment: Segment, xids: Sequence[int]) -> bool: ...
     def wal_position(self) -> int: ...
+    def note_position(self, lsn: int) -> None: ...
     def record_violations(self, violations: Sequence[Violation]) -> int: ...
     def record_noticed(self, noticed: Noticed) -> int: ...
 
@@ -160,11 +161,7 @@ class Orderer:
         self._thread.start()
 
     def submit(self, found: Burst | Recovered | Noticed) -> None:
-        """Queue what was received; returns at once. Bursts come from one thread, which lays them out here.
-
-        Raises:
-            LedgerError: see :meth:`Batch.of`.
-        """
+        """Queue what was received; returns at once. Bursts come from one thread, which lays them out here."""
         item = (Batch.of(found, self._expected), found.violations) if isinstance(found, Burst) else found
         with self._changed:
             self._queue.append(item)
@@ -323,6 +320,8 @@ class Orderer:
         """Ask where the WAL stands behind what was ordered, if it is time to. Rule 3."""
         if not self._behind or time.monotonic() < self._position_at:
             return
+        if self._behind > self._last_lsn:  # it ends at changes, or at a piece without rows: no order row says so
+            self._store.note_position(self._behind)
         self.confirmable.append((self._store.wal_position(), self._behind))
         self._behind = 0
         self._position_at = time.monotonic() + _POSITION_SECONDS

@@ -198,6 +198,7 @@ class StreamSource:
         incarnation = hot.incarnation
         if incarnation != self._incarnation:
             self._incarnation = incarnation
+            self.close()  # what was read ahead is of before
             raise Reset("the ingest session that fed this projector ended; it goes on from its stored cursor")
 
     def _read_cold(self, after: int, limit: int) -> EventBatch:

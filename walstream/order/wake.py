@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 import psycopg2
-from psycopg2.errors import InvalidParameterValue
+from psycopg2 import DataError
 from psycopg2.extensions import connection as Connection
 
 from walstream.config import channel, quote
@@ -27,6 +27,7 @@ from walstream.source.connection import abandon
 _log = logging.getLogger(__name__)
 
 _GAP: Final = 0.002  # seconds between two notifications: what comes in between needs none of its own
+_MOST: Final = 10_000
 _RETRY_FIRST: Final = 0.5
 _RETRY_LAST: Final = 30.0
 _LOCK_TIMEOUT: Final = "5s"
@@ -62,12 +63,14 @@ class Notifier:
 
         Args:
             channel: on which one; that of the order's growth if not given.
-            payload: what is said, less than 8,000 bytes (else it is dropped, with a warning in the log); who listens
-                may wait for this alone.
+            payload: what is said, less than 8,000 bytes; who listens may wait for this alone. What the server does not
+                take is dropped, with a warning in the log; so is what comes when 10,000 others wait to be sent.
         """
+        told = (channel, payload) if channel else self._growth
         with self._changed:
-            self._due[(channel, payload) if channel else self._growth] = None
-            self._changed.notify()
+            if told == self._growth or len(self._due) < _MOST:
+                self._due[told] = None
+                self._changed.notify()
 
     def close(self, timeout: float = 2.0) -> None:
         """Stop; a notification that waits for a lock is given up after ``timeout`` seconds at the most."""
@@ -89,10 +92,6 @@ class Notifier:
                 due, self._due = self._due, {}
             try:
                 self._send(due)
-            except InvalidParameterValue as error:  # a channel or a payload that is too long: nobody's will be sent
-                _log.warning("not announced: %s", str(error).strip())
-                with self._changed:
-                    self._due = dict.fromkeys(due.keys() & {self._growth}) | self._due
             except Exception as error:  # whatever it is, ingest must not notice
                 if pause == _RETRY_FIRST:
                     _log.warning("readers in other processes are not woken, they poll: %s", error)
@@ -108,6 +107,16 @@ class Notifier:
         self._drop()
 
     def _send(self, due: Collection[tuple[str, str]]) -> None:
+        try:
+            self._send_together(due)
+        except (DataError, ValueError) as error:  # too long, or a character that no text has, or not this database
+            if len(due) == 1:
+                _log.warning("not announced on channel %r: %s", next(iter(due))[0], str(error).strip())
+                return
+            for each in due:
+                self._send([each])
+
+    def _send_together(self, due: Collection[tuple[str, str]]) -> None:
         if self._connection is None:
             made = self._connect()
             self._connection = made

@@ -50,6 +50,7 @@ _NUMBER: Final = re.compile(rb"-?[0-9]+")
 
 _SHORT: Final = 255  # values up to this many bytes have a ready-made unpacker
 _SHORT_SEQ: Final = 20  # -9223372036854775808
+_SEQS: Final = range(-(1 << 63), 1 << 63)
 
 _TEXT: Final = 0x74  # `t`
 _NULL: Final = 0x6E  # `n`
@@ -226,12 +227,13 @@ class _General:
 
     def _seq(self, text: bytes, lsn: int) -> int:
         # int() would also take blanks, underscores and a plus sign, which Postgres never writes.
+        column = f"column {self.relation.columns[self.places[0]].name!r} of the ledger {self.relation.qualified}"
         if not _NUMBER.fullmatch(text):
-            raise LedgerError(
-                f"column {self.relation.columns[self.places[0]].name!r} of the ledger {self.relation.qualified} is no "
-                f"integer: {text[:40]!r}{_at(lsn)}"
-            )
-        return int(text)
+            raise LedgerError(f"{column} is no integer: {text[:40]!r}{_at(lsn)}")
+        seq = int(text) if len(text) <= _SHORT_SEQ else _SEQS.stop
+        if seq not in _SEQS:
+            raise LedgerError(f"{column} has {text[:40].decode()}, which is more than 64 bits hold{_at(lsn)}")
+        return seq
 
 
 def _at(lsn: int) -> str:
@@ -280,6 +282,8 @@ def _generate(relation: Relation, places: tuple[int, ...], general: _General) ->
     lines: list[str] = []
     number = f"v{places[0]}"  # int() would also take blanks, underscores and a plus sign, which Postgres never writes
     tests = ["o == len(p)", f"({number}.isdigit() or ({number}[:1] == b'-' and {number}[1:].isdigit()))"]
+    if relation.columns[places[0]].type_oid not in _INTEGERS:
+        tests.append(f"len({number}) < 19")  # a domain may be over `numeric`, which holds more than 64 bits
 
     def link(first: int) -> tuple[str, list[str], int, int]:
         """What one unpack can read from the header of column ``first`` on: its format, its variables, its size, and
