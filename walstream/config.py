@@ -10,11 +10,13 @@ import hashlib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from .errors import ConfigError
 
@@ -25,9 +27,9 @@ MiB: Final = 1024 * 1024
 
 _NAME_LIMIT: Final = 63  # bytes of a channel's name (NAMEDATALEN - 1)
 
-# libpq takes what stands before a slash for the host, so a password with a slash in it becomes a piece of the host, the
-# port or the database's name; and those are shown in messages.
-_SLASH_IN_PASSWORD: Final = re.compile(r"postgres(?:ql)?://[^?]*/[^?]*@")
+# libpq takes what stands before a slash for the host, and what comes behind the first @, so a password with one of them
+# in it becomes a piece of the host, the port or the database's name; and those are shown in messages.
+_BARE_IN_PASSWORD: Final = re.compile(r"postgres(?:ql)?://(?:[^?]*/[^?]*@|[^/?]*@[^/?]*@)")
 
 
 class _Model(BaseModel):
@@ -163,7 +165,7 @@ class Settings(_Model):
     def _dsn_is_one_line(cls, value: str | None) -> str | None:
         if value and ("\0" in value or "\n" in value):
             raise ValueError("a connection string is one line")
-        if value and _SLASH_IN_PASSWORD.match(value):
+        if value and _BARE_IN_PASSWORD.match(value):
             raise ValueError("user or password of a URI holds a / or an @, which have to be written %2F and %40")
         return value
 
@@ -212,14 +214,21 @@ def load(
     if file is None and environ.get(f"{ENV_PREFIX}CONFIG"):
         file = Path(environ[f"{ENV_PREFIX}CONFIG"])
     merged: dict[str, Any] = {}
-    for layer in (arguments or {}, _read_file(file), _read_environment(environ), flags or {}):
+    layers: dict[str, Mapping[str, Any]] = {
+        "the program": arguments or {},
+        str(file or DEFAULT_FILE): _read_file(file),
+        "the environment": _read_environment(environ),
+        "the command line": flags or {},
+    }
+    for layer in layers.values():
         _merge(merged, {key: value for key, value in layer.items() if value is not None})
     try:
         return Settings.model_validate(merged)
     except ValidationError as error:
-        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+        lines = "; ".join(_told(each, layers) for each in error.errors(include_input=False))
         raise ConfigError(
-            f"the configuration does not fit: {lines}", hint="docs/operations.md lists every key"
+            f"the configuration does not fit: {lines}",
+            hint="the table of settings in docs/operations.md has every key, with its default",
         ) from None
 
 
@@ -247,6 +256,30 @@ def channel(namespace: str, what: str) -> str:
         kept = "" if what == "commit_order" else f"{what}."
         name = f"walstream.{kept}{hashlib.sha256(namespace.encode()).hexdigest()[:32]}"
     return name
+
+
+def _told(error: ErrorDetails, layers: Mapping[str, Mapping[str, Any]]) -> str:
+    """One error: where it was said, which key, what is wrong with it."""
+    path = [str(part) for part in error["loc"]]
+    name = ".".join(path)
+    where = next((where for where, layer in reversed(list(layers.items())) if _holds(layer, path)), "")
+    if where == "the environment":
+        name = ENV_PREFIX + "__".join(path).upper()
+    elif where:
+        name = f"{where}: {name}"
+    if error["type"] != "extra_forbidden":
+        return f"{name}: {error['msg']}"
+    close = get_close_matches(path[-1], Settings.model_fields, 1) if len(path) == 1 else ()
+    return f"{name}: there is no such key" + (f"; {close[0]!r} is one" if close else "")
+
+
+def _holds(layer: Mapping[str, Any], path: Sequence[str]) -> bool:
+    step: Any = layer
+    for part in path:
+        if not isinstance(step, Mapping) or step.get(part) is None:
+            return False
+        step = step[part]
+    return True
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:

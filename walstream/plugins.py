@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from walstream.config import Settings
 from walstream.engine.projector import Projector
-from walstream.errors import ConfigError
+from walstream.errors import ConfigError, WalstreamError
 
 if TYPE_CHECKING:
     from walstream.stream import Stream
@@ -54,19 +55,33 @@ def _load(target: str, kind: type[_Kind], named: str, example: str) -> _Kind:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise  # the module is there, and something that it imports is not: its traceback says what
+    except WalstreamError:
+        raise
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
+            raise ConfigError(
+                f"there is no module {module_name!r} (looked in {here} and the Python path)",
+                hint="start walstream in the folder that the module is in, or install it",
+            ) from None
         raise ConfigError(
-            f"there is no module {module_name!r} (looked in {here} and the Python path)",
-            hint="start walstream in the folder that the module is in, or install it",
-        ) from None
+            f"importing {module_name!r} failed: {type(error).__name__}: {error}{_place(error)}",
+            hint=f"it is the module's own error: `python -c 'import {module_name}'` in {here} shows all of it",
+        ) from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, kind):
         what = "does not exist" if found is None else f"is a {type(found).__name__}"
         raise ConfigError(f"{target!r} {what}; a {named} is needed", hint=example)
     return found
+
+
+def _place(error: Exception) -> str:
+    """Where in somebody's module an error comes from, as far as that can be told."""
+    if isinstance(error, SyntaxError):
+        return ""  # its own text has it
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def available() -> dict[str, EntryPoint]:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 MARKS = (b'},"payload":', b'},"payload_text":', b'},"erased":')
 HEAD = re.compile(r'\{"head":(\{[^{}]*\}),"signature":(?:"(\w+)"|null)\}')
 
-directory = Path(sys.argv[1])
+directory = Path(sys.argv[1] if len(sys.argv) > 1 else sys.exit(__doc__))
 prev, n, offset, hashes = "0" * 64, 0, None, {}
 files = {path.name.removesuffix(".zst"): path for path in sorted(directory.glob("[0-9]*.jsonl*"))}
 for name in sorted(files):
@@ -29,9 +29,11 @@ for name in sorted(files):
         assert part == b'"erased"' or sha256(payload).hexdigest() == fields["sha256"], f"{name}: payload of record {n}"
         assert None in (fields.get("offset"), offset) or fields["offset"] == offset + 1, f"{name}: a hole before {n}"
         prev, offset, hashes[n] = own, fields.get("offset", offset), own
-for body, signature in HEAD.findall((directory / "heads.jsonl").read_text()):
+heads = directory / "heads.jsonl"
+for body, signature in HEAD.findall(heads.read_text() if heads.exists() else ""):
     head = json.loads(body)
     assert (head["chain"], head["hash"]) == (hashes[1], hashes.get(head["n"])), f"head {head['n']} is of another chain"
     if len(sys.argv) > 2:  # raises if somebody else signed
         load_pem_public_key(Path(sys.argv[2]).read_bytes()).verify(bytes.fromhex(signature), body.encode())
-print(f"{n} records up to offset {offset} follow from one another, and the heads vouch for them")
+vouched = "the heads vouch" if heads.exists() else "no head vouches"
+print(f"{n} records up to offset {offset} follow from one another, and {vouched} for them")

@@ -73,6 +73,24 @@ def test_before_set_up_init_is_the_fix(database: Database, slot: str) -> None:
     assert "FAIL" in call("doctor", "--slot", slot, dsn=database.dsn).stdout
 
 
+def test_a_ledger_that_was_renamed_or_dropped_is_told_apart(ledger: Database, slot: str) -> None:
+    """By all three who look for it, and none of them offers to make another one."""
+
+    def told(words: str) -> list[bool]:
+        ended = []
+        for command in ("doctor", "init", "run"):
+            called = call(command, "--slot", slot, dsn=ledger.dsn)
+            assert called.exit_code == (1 if command == "doctor" else 3)
+            ended.append(" ".join((called.stdout + called.stderr).split()))
+        assert not ledger.execute("SELECT FROM pg_class WHERE relname = 'agent_events'")
+        return [words in each for each in ended]
+
+    ledger.execute("ALTER TABLE agent_events RENAME TO other_name")
+    assert told("the ledger that was set up is called public.other_name now") == [True, True, True]
+    ledger.execute("DROP TABLE other_name CASCADE")
+    assert told("was dropped") == [True, True, True]
+
+
 def test_it_leaves_nothing_behind(ledger: Database, slot: str) -> None:
     def everything() -> list[Any]:
         return [

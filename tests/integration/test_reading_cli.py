@@ -348,6 +348,10 @@ def test_context_for_a_person(database: Database, write: Writer) -> None:
     assert f'approval {asked} requested: {{"tool":"pay"}}' in ok("context", write.session, dsn=database.dsn).stdout
     write("approval.granted", request=asked, by="alice")
     assert f"approval {asked} granted:" in ok("context", write.session, dsn=database.dsn).stdout
+    asked = write("approval.requested", action={"tool": "pay", "sum": 80})
+    write("approval.granted", request=asked, by="alice", edit={"tool": "pay", "sum": 70})
+    granted = f'approval {asked} granted, edited: {{"sum":70,"tool":"pay"}}'
+    assert granted in ok("context", write.session, dsn=database.dsn).stdout, "what may be done, and not what was asked"
     write("task.failed", error="x")
     assert "failed at seq" in ok("context", write.session, dsn=database.dsn).stdout
 

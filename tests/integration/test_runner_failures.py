@@ -55,7 +55,9 @@ def good_bad_good(world: World) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("transactional", [True, False])
-def test_a_bad_event_parks_its_session_and_the_others_flow(world: World, transactional: bool) -> None:
+def test_a_bad_event_parks_its_session_and_the_others_flow(
+    world: World, transactional: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     poison, last, behind = good_bad_good(world)
     projector = Effect("p", bad, **QUICK) if transactional else FaultyProjector("p", bad, **QUICK)
     group = world.start(projector)
@@ -76,6 +78,9 @@ def test_a_bad_event_parks_its_session_and_the_others_flow(world: World, transac
     )[0]
     assert error == f"ValueError: cannot project {poison}"
     assert trace.startswith("Traceback")
+    (told,) = [record.getMessage() for record in caplog.records if "parked session" in record.getMessage()]
+    assert "\nTraceback (most recent call last):" in told
+    assert told.endswith(f"ValueError: cannot project {poison}")
     assert session == SESSIONS[0]
     assert seq == world.events()[poison - 1].seq
     # What the others get is not touched by a session that is parked already.

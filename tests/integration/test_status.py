@@ -114,6 +114,20 @@ def test_a_runner_in_trouble(ledger: Database) -> None:
     assert "second [trouble]" in call("status", dsn=ledger.dsn).stdout
 
 
+def test_what_is_parked_needs_a_person(ledger: Database) -> None:
+    append_to_order(ledger, [1], [2])
+    add_projector(ledger, "meter", 2)
+    holders = [hold(ledger, "ingest"), hold(ledger, "meter")]
+    ledger.execute(
+        "INSERT INTO walstream.parked (projector, event_offset, seq, session_id, event_type, state)"
+        " SELECT 'meter', n, n, 's', 't', 'waiting' FROM generate_series(1, 2) AS n"
+    )
+    code, found = _status(ledger)
+    assert (code, found["projectors"][0]["parked"]) == (1, 2)
+    assert found["problems"] == ["projector meter: events parked behind a failure: 2 (see `walstream parked list`)"]
+    del holders
+
+
 def test_an_ingest_whose_connection_is_gone_is_gone(ledger: Database) -> None:
     hold(ledger, "ingest").close()
     state = _status(ledger)[1]["ingest"]
@@ -166,5 +180,5 @@ def test_a_value_that_does_not_fit_is_a_configuration_error(tmp_path: Path) -> N
         [sys.executable, "-m", "walstream.cli", "status"], env=environ, cwd=tmp_path, capture_output=True, text=True
     )
     assert (result.returncode, result.stdout) == (ExitCode.CONFIG, "")
-    assert "lease_seconds" in result.stderr
+    assert "WALSTREAM_LEASE_SECONDS: " in result.stderr
     assert "Traceback" not in result.stderr

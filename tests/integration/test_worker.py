@@ -688,6 +688,30 @@ def test_the_command(shop: Shop, tmp_path: Path) -> None:
         assert word in called.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("impor os", ("SyntaxError", "line 1")),
+        ("import os\nimport not_there", ("ModuleNotFoundError: No module named 'not_there'", "broken.py, line 2")),
+        ("raise KeyError('colour')", ("KeyError: 'colour'", "broken.py, line 1")),
+        ("import walstream\nwalstream.Worker(agent='')", ("cannot be what it is",)),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_in_a_sentence(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in ("worker", "run"):
+        monkeypatch.delitem(sys.modules, "broken", raising=False)
+        called = call(command, "broken:it", dsn=database.dsn)
+        assert called.exit_code == 3
+        for word in words:
+            assert word in called.stderr
+        assert "Traceback" not in called.stderr
+
+
 def test_from_the_event_to_the_next_agent(database: Database, caplog: pytest.LogCaptureFixture) -> None:
     """Through the stream and the router: one handler hands on to the other."""
     caplog.set_level(logging.ERROR)

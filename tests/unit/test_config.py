@@ -24,10 +24,20 @@ def write(text: str, name: str = "walstream.toml") -> Path:
 
 
 class TestDsn:
-    """libpq takes a password with a slash for host, port and database, and those are shown."""
+    """libpq takes a password with a slash or an @ for host, port and database, and those are shown."""
 
-    @pytest.mark.parametrize("uri", ["postgresql://me:s3/cret@h/db", "postgres://me:12/34@h/db", "postgresql://m/e@h"])
-    def test_a_slash_in_a_password_has_to_be_encoded(self, uri: str) -> None:
+    @pytest.mark.parametrize(
+        "uri",
+        [
+            "postgresql://me:s3/cret@h/db",
+            "postgres://me:12/34@h/db",
+            "postgresql://m/e@h",
+            "postgresql://me:s3@cret@h:5432/db",
+            "postgres://me:s3@c:ret@h",
+            "postgresql://m@e@h?sslmode=require",
+        ],
+    )
+    def test_what_separates_has_to_be_encoded_in_a_password(self, uri: str) -> None:
         for name in ("dsn", "replication_dsn"):
             with pytest.raises(ConfigError, match="%2F") as raised:
                 load({name: uri}, environ={})
@@ -37,6 +47,7 @@ class TestDsn:
         "uri",
         [
             "postgresql:///db?user=me@host",
+            "postgresql://me:a%40b@h?options=a@b@c",
             "postgresql://me:a%2Fb@h:1,g:2/db",
             "postgresql://me@[::1]:5432/db",
             "host=/tmp",
@@ -44,6 +55,25 @@ class TestDsn:
     )
     def test_others_are_taken_as_they_are(self, uri: str) -> None:
         assert load({"dsn": uri}, environ={}).dsn == uri
+
+
+def test_an_error_says_where_it_stands() -> None:
+    write('dsnn = "x"\n[guard]\nwarn = 3\n')
+    with pytest.raises(ConfigError, match=r"walstream.toml: dsnn: there is no such key; 'dsn' is one") as raised:
+        load(environ={})
+    assert "walstream.toml: guard.warn: there is no such key" in str(raised.value)
+    write("lease_seconds = 'long'\n", "other.toml")
+    for flags, environ, place in (
+        ({}, {"WALSTREAM_CONFIG": "other.toml"}, "other.toml: lease_seconds: "),
+        ({}, {"WALSTREAM_CONFIG": "other.toml", "WALSTREAM_LEASE_SECONDS": "0"}, ": WALSTREAM_LEASE_SECONDS: "),
+        ({"lease_seconds": "x"}, {"WALSTREAM_LEASE_SECONDS": "0"}, "the command line: lease_seconds: "),
+        ({}, {"WALSTREAM_GUARD__WARN_SHARE": "no"}, ": WALSTREAM_GUARD__WARN_SHARE: "),
+    ):
+        Path("walstream.toml").unlink(missing_ok=True)
+        with pytest.raises(ConfigError, match=place):
+            load(flags, environ=environ)
+    with pytest.raises(ConfigError, match="the program: lease_seconds: "):
+        load(environ={}, arguments={"lease_seconds": 0})
 
 
 def test_a_table_has_a_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ class Voucher:
             try:
                 place(head, settings)
             except OSError as error:
-                raise RetryLater(f"heads cannot be written to {error.filename}: {error.strerror}") from error
+                made = "; a directory has to be there" if error.errno == errno.ENOENT else ""
+                raise RetryLater(f"heads cannot be written to {error.filename}: {error.strerror}{made}") from error
         append_to(directory / NAME, head)
         self._last = time.monotonic()

@@ -15,11 +15,13 @@ from .plan import check_columns
 
 
 def table(exam: Exam) -> Iterator[Finding]:
-    from walstream.source.preflight import check_table
+    from walstream.source.preflight import check_table, table_gone
 
     settings, facts = exam.settings, exam.table
     if facts is None:
-        yield Finding("ledger", "failed", f"there is no table {settings.ledger.qualified}", INIT)
+        oid = None if exam.identity is None else exam.identity.table_oid
+        gone = table_gone(settings, exam.conn, oid)
+        yield Finding("ledger", "failed", str(gone), INIT if oid is None else gone.hint)
         return
 
     def judge() -> None:

@@ -214,9 +214,13 @@ def _standing(made: Context) -> Iterator[tuple[str, str]]:
     approvals = made.get("approvals")
     for request, approval in approvals.items() if isinstance(approvals, dict) else ():
         if isinstance(approval, dict):
-            words = shortened(_words(approval.get("action")), _ARGUMENTS)
+            edit = approval.get("edit")
+            words = shortened(_words(approval.get("action") if edit is None else edit), _ARGUMENTS)
             status = one_line(str(approval.get("status")))
-            yield f"approval {request} {status}: {words}", "yellow" if status == "requested" else ""
+            yield (
+                f"approval {request} {status}{'' if edit is None else ', edited'}: {words}",
+                "yellow" if status == "requested" else "",
+            )
     aside = made.get("set_aside")
     if isinstance(aside, dict):
         yield f"{aside.get('count')} events have no place in the messages; --json names the last ones", "yellow"

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from walstream.config import Settings
 
 
-def require_role(conn: Connection, role: str) -> None:
+def require_role(conn: Connection, role: str, *, streams: bool) -> None:
     """Check that ``role`` exists.
+
+    Args:
+        streams: it is to read the slot.
 
     Raises:
         ConfigError: it does not; the hint has the statement that makes it.
@@ -27,7 +30,8 @@ def require_role(conn: Connection, role: str) -> None:
         cur.execute("SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s", (role,))
         if cur.fetchone() is None:
             raise ConfigError(
-                f"there is no role {role!r} to grant anything to", hint=f"CREATE ROLE {quote(role)} LOGIN REPLICATION"
+                f"there is no role {role!r} to grant anything to",
+                hint=f"CREATE ROLE {quote(role)} LOGIN{' REPLICATION' if streams else ''}",
             )
 
 

@@ -165,16 +165,19 @@ def _set_up(settings: Settings, conn: Connection, wishes: Wishes) -> None:
 
     for role in (wishes.grants, wishes.worker, wishes.approver, wishes.eraser):
         if role is not None:
-            granting.require_role(conn, role)  # before anything is made
+            granting.require_role(conn, role, streams=role == wishes.grants)  # before anything is made
     kept = None if wishes.slot_wal_keep is None else _keep_wal(conn, wishes.slot_wal_keep)
     plan = _run_steps(settings, conn, wishes)
     notes = list(plan.notes)
     if wishes.grants is not None:
+        notes += [f"{wishes.grants} was granted what `walstream run` needs"]
         notes += granting.grant(settings, conn, wishes.grants)
     if wishes.worker is not None:
         granting.grant_worker(settings, conn, wishes.worker)
+        notes.append(f"{wishes.worker} was granted what `walstream worker` needs")
     if wishes.approver is not None:
         granting.grant_approver(settings, conn, wishes.approver)
+        notes.append(f"{wishes.approver} was granted what `walstream approvals` needs")
     if wishes.eraser is not None:
         notes.append(granting.grant_eraser(settings, conn, wishes.eraser))
     born = None

@@ -113,7 +113,11 @@ def retry(settings: Settings, projector: Name, *, session: Session = None, as_js
     if as_json:
         console.print_json({"projector": projector, "sessions": count})
     else:
-        console.say(f"{count} parked sessions of {projector} are tried now")
+        console.say(
+            f"{count} parked sessions of {projector} are due: the process that runs it tries them at once"
+            if count
+            else f"no session of {projector} is parked"
+        )
 
 
 @takes_settings

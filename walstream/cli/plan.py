@@ -109,7 +109,7 @@ def look(
         ConfigError, SlotError, Unavailable: what is there contradicts the configuration, or cannot be worked with.
     """
     from walstream.source.facts import role_facts, server_facts, slot_facts
-    from walstream.source.preflight import check_publication, check_server, check_table
+    from walstream.source.preflight import check_publication, check_server, check_table, table_gone
     from walstream.source.table_facts import publication_facts, table_facts
 
     server = server_facts(conn)
@@ -135,6 +135,8 @@ def look(
 
     table = table_facts(conn, settings.ledger)
     if table is None:
+        if identity is not None:
+            raise table_gone(settings, conn, identity.table_oid)
         steps.append(_table(settings, partition_by, today))
     else:
         if partition_by is not None:

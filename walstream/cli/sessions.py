@@ -63,7 +63,9 @@ def _show(found: list[SessionSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("session", "agents")
+    table = Table()
+    table.add_column("session", no_wrap=True)  # it is there to be copied, so the others give way
+    table.add_column("agents")
     for name in ("events", "first", "last", "state", "in flight", "forked from"):
         table.add_column(name, justify="right" if name in ("events", "in flight") else "left")
     for each in found:

@@ -315,4 +315,9 @@ def _problems(
             found.append(f"projector {projector.name} is hung: {projector.error}")
         elif projector.state == "not running":
             found.append(f"projector {projector.name}: no process runs it")
+        if projector.parked:
+            found.append(
+                f"projector {projector.name}: events parked behind a failure: {projector.parked:,}"
+                " (see `walstream parked list`)"
+            )
     return found

@@ -219,7 +219,8 @@ class ProjectorRunner:
         if error is None:
             self._failures = 0
         elif isinstance(error, Halted):
-            log.error("%s%s", error, f" ({error.hint})" if error.hint else "")
+            trace = "" if error.__cause__ is None else "\n" + describe(error.__cause__)[1]
+            log.error("%s%s%s", error, f" ({error.hint})" if error.hint else "", trace.rstrip())
             self._halted = error
         elif isinstance(error, Fenced):
             log.warning("%s", error)

@@ -317,7 +317,7 @@ class LaneRunner:
         self._the_unparking.expect()
         self._desk.metrics.add("projector_parked_total", 1, projector=self._desk.options.name)
         log.error(
-            "%s parked session %s at offset %d (seq %d, %s) after %d attempts; next try in %.0f s: %s",
+            "%s parked session %s at offset %d (seq %d, %s) after %d attempts; next try in %.0f s: %s\n%s",
             self.name,
             event.session_id,
             event.offset,
@@ -326,6 +326,7 @@ class LaneRunner:
             attempts,
             pause,
             line,
+            trace.rstrip(),
         )
 
     def halt(self, events: Sequence[Event], error: Exception) -> NoReturn:

@@ -199,7 +199,7 @@ class StreamSource:
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self.close()  # what was read ahead is of before
-            raise Reset("the ingest session that fed this projector ended; it goes on from its stored cursor")
+            raise Reset("ingest began anew in this process: the projector goes on from its stored cursor")
 
     def _read_cold(self, after: int, limit: int) -> EventBatch:
         reader = self._reader()

@@ -86,7 +86,7 @@ def look(cur: Cursor, settings: Settings, *, new_epoch: bool) -> Adoption:
     if table_oid is None:
         raise ConfigError(
             f"there is no table {ledger.qualified} in this database",
-            hint="correct `ledger` in the configuration (or --table)",
+            hint="correct `ledger` in the configuration (or --table); `walstream doctor` says what became of the table",
         )
     cluster = cluster_of(cur)
     pairs = (

@@ -42,6 +42,7 @@ from walstream.source.table_facts import (
     TableFacts,
     publication_facts,
     table_facts,
+    table_name,
 )
 
 OLDEST_MAJOR: Final = 14
@@ -67,7 +68,10 @@ def preflight(settings: Settings, connection: Connection) -> Facts:
         server = server_facts(connection)
         check_server(server)
         role = role_facts(connection)
-        table = check_table(settings, table_facts(connection, settings.ledger), role)
+        found = table_facts(connection, settings.ledger)
+        if found is None:
+            raise table_gone(settings, connection, _ours(settings, connection, "identity", "table_oid::bigint"))
+        table = check_table(settings, found, role)
         _check_same_table(settings, table, connection)
         publication = check_publication(settings, publication_facts(connection, settings.publication), table)
         known = _known_position(settings, connection)
@@ -320,6 +324,28 @@ def check_replication_path(settings: Settings, server: ServerFacts) -> None:
             f"system {server.system_identifier}: the stream would bring another ledger's rows",
             hint="both must name the same server and database",
         )
+
+
+def table_gone(settings: Settings, connection: Connection, oid: int | None) -> ConfigError:
+    """What to say where nothing has the ledger's name: it was never made, was renamed, or was dropped.
+
+    Args:
+        oid: of the table that was set up; ``None`` if none was.
+    """
+    name = settings.ledger.qualified
+    if oid is None:
+        return ConfigError(f"there is no table {name}", hint=f"{_INIT}, or correct [ledger] in the configuration")
+    present = table_name(connection, oid)
+    if present is None:
+        return ConfigError(
+            f"there is no table {name}, and the one that was set up (OID {oid}) was dropped",
+            hint="restore it; or, to begin a new ledger, `walstream teardown` and then `walstream init`",
+        )
+    return ConfigError(
+        f"there is no table {name}: the ledger that was set up is called {present} now",
+        hint="rename it back; or, if that is its name now, correct [ledger] in the configuration (or --table"
+        f" {present}) and run `walstream adopt`",
+    )
 
 
 def _check_same_table(settings: Settings, table: TableFacts, connection: Connection) -> None:
