@@ -283,4 +283,5 @@ def _takes_context(function: Handler) -> bool:
         except TypeError:
             continue
         return arguments == 2
-    raise ConfigError(f"{function!r} cannot be called with (event) or with (event, ctx)")
+    name = getattr(function, "__qualname__", repr(function))
+    raise ConfigError(f"{name} cannot be called with (event) or with (event, ctx)")

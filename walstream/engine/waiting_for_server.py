@@ -57,6 +57,7 @@ def identity_once_it_answers(
                 raise error from (None if error is raised else raised)
             attempt += 1
             pause = min(settings.retry_cap_seconds, 0.1 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
-            log.warning("waiting for the server, next try in %.1f s: %s", pause, error)
+            hint = f" ({error.hint})" if error.hint and attempt == 1 else ""
+            log.warning("waiting for the server, next try in %.1f s: %s%s", pause, error, hint)
             stopping.wait(pause)
     return None

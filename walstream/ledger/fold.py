@@ -233,7 +233,9 @@ def import_fold(name: str) -> Fold:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the fold {name} cannot be imported: {error}",
-            hint="start walstream in the folder that the module is in, or install it",
+            hint="start walstream in the folder that the module is in, or install it"
+            if isinstance(error, ImportError)
+            else "name a walstream.Fold that the module has",
         ) from error
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
