@@ -55,6 +55,7 @@ def drained(shape: Shape, events: int, *, projectors: int = 1, sessions: int = 1
         "sessions": sessions,
         "events_per_s": round(events / run.seconds),
         "client_cpu_us": round(run.client_cpu / events * 1e6, 2),
+        "walsender_cpu_us": None if run.walsender_cpu is None else round(run.walsender_cpu / events * 1e6, 2),
         "order_bytes": round(float(str(rows)) / events, 3),
         "order_relation_bytes": round(float(str(relation)) / events, 3),
         "wal_bytes": round(wal / events, 2),
@@ -120,10 +121,11 @@ def main(words: Sequence[str] | None = None) -> int:
         document.write("scale", machine, found)
         return 0
     for title in ("events", "projectors", "sessions"):
-        print(f"{title:16}{'events/s':>12}{'CPU us':>10}{'order bytes':>13}{'WAL bytes':>11}{'MB':>6}")
+        print(f"{title:16}{'events/s':>12}{'CPU us':>10}{'sender':>8}{'order bytes':>13}{'WAL bytes':>11}{'MB':>6}")
         for name, each in found[title].items():
             print(
-                f"{name:>16}{each['events_per_s']:>12,}{each['client_cpu_us']:>10.2f}{each['order_bytes']:>13.2f}"
+                f"{name:>16}{each['events_per_s']:>12,}{each['client_cpu_us']:>10.2f}"
+                f"{each['walsender_cpu_us'] or 0:>8.2f}{each['order_bytes']:>13.2f}"
                 f"{each['wal_bytes']:>11.1f}{each['rss_mb']:>6}"
             )
     each = found["compaction"]

@@ -5,7 +5,8 @@
 
 pgbench appends one event a transaction from eight connections, without waiting for the disk (the disk would bound the
 rate). Order and cursors are written to the same server. Lag is the time from a commit to its handler, for the last
-tenth of each stretch. The same load beside `pg_recvlogical`, which writes nothing, shows what that costs.
+tenth of each stretch; the order's bytes are those of an event, compacted as far as it is by then. The same load beside
+`pg_recvlogical`, which writes nothing, shows what that costs.
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ def stretch(ledger: FilledLedger, processes: Processes, notes: Path, run: int, r
     }
 
 
+def order_bytes(ledger: FilledLedger) -> float:
+    """Bytes of `commit_order` an event, as far as it is compacted by now."""
+    ((found,),) = ledger.execute(
+        "SELECT sum(pg_column_size(c.*))::float8 / sum(c.events) FROM walstream.commit_order AS c"
+    )
+    return round(float(str(found)), 2)
+
+
 def beside_recvlogical(ledger: FilledLedger, rate: float, seconds: float) -> int:
     """How many a second are appended while `pg_recvlogical` reads the slot."""
     ledger.reset()
@@ -103,6 +112,7 @@ def measure(rates: Sequence[float], seconds: float, lasting: float) -> Figures:
                     run += 1
                     found = stretch(ledger, processes, notes, run, rate, seconds)
                     found["after_s"] = round(time.monotonic() - began, 1)
+                    found["order_bytes"] = order_bytes(ledger)
                     results.append(found)
                     print(_line(found), file=sys.stderr, flush=True)
                 if time.monotonic() >= began + lasting:
@@ -124,10 +134,10 @@ def measure(rates: Sequence[float], seconds: float, lasting: float) -> Figures:
 
 def _line(found: Figures) -> str:
     wanted = f"{found['rate']:,.0f}" if found["rate"] else "all"
-    beside = f"{found['beside_recvlogical']:>12,}" if "beside_recvlogical" in found else ""
+    beside = f"{found['beside_recvlogical']:>16,}" if "beside_recvlogical" in found else ""
     return (
         f"{wanted:>10}{found['held_per_second']:>10,}{found['lag_s']:>10.4f} s{found['client_cpu_us']:>10.1f}"
-        f"{found['rss_mb']:>8} MB{beside}"
+        f"{found['rss_mb']:>8} MB{found['order_bytes']:>12.2f}{beside}"
     )
 
 
@@ -147,7 +157,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.json:
         document.write("sustained", machine, found)
         return 0
-    print(f"{'wanted':>10}{'a second':>10}{'lag':>12}{'CPU us':>10}{'memory':>11}{'with pg_recvlogical':>22}")
+    print(
+        f"{'wanted':>10}{'a second':>10}{'lag':>12}{'CPU us':>10}{'memory':>11}{'order':>12}{'pg_recvlogical':>16}"
+    )
     for each in found["stretches"]:
         print(_line(each))
     print(f"sustained with less than {_BOUNDED:g} s of lag: {found['sustained_per_second']:,} a second")
