@@ -81,19 +81,21 @@ def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) 
         python = next((each for each in pythons if _succeeds([each, "-c", f"import {peer.module}"])), None)
         if python is None:
             tell(f"{peer.name} is left out: no interpreter here has {peer.module} (see BENCH_PYTHONS)")
-        elif not _has_plugin(ledger, peer.plugin):
-            tell(f"{peer.name} is left out: the server does not have {peer.plugin}")
+        elif why := _refused(ledger, peer.plugin):
+            tell(f"{peer.name} is left out: {why}")
         else:
             add(peer.name, [python, str(_CLIENTS / peer.script)], plugin=peer.plugin, most=_SLOW)
     return found
 
 
-def _has_plugin(ledger: FilledLedger, plugin: str) -> bool:
+def _refused(ledger: FilledLedger, plugin: str) -> str:
+    """Why the server makes no slot with this plugin: it does not have it, or does not allow it (`output_plugin_libraries`
+    of newer releases); empty if it makes one."""
     try:
         ledger.reset(plugin)
-    except psycopg2.errors.UndefinedFile:
-        return False
-    return True
+    except (psycopg2.errors.UndefinedFile, psycopg2.errors.InsufficientPrivilege) as error:
+        return str(error.diag.message_primary)
+    return ""
 
 
 def _succeeds(command: Sequence[str]) -> bool:

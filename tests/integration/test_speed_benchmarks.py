@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import __main__ as entry
-from tests.benchmarks import ceiling, drain, mock_walsender
+from tests.benchmarks import ceiling, drain, mock_walsender, peers
 from tests.benchmarks.draining import by_walstream
 from tests.benchmarks.filled_ledger import FilledLedger
 from tests.benchmarks.peak_memory import peak_mb, peak_mb_in
@@ -34,6 +34,19 @@ def test_events_have_the_shape_that_they_are_called_by(filled: FilledLedger) -> 
     assert sizes == [(290, 290, EVENTS)]
     transactions = filled.execute("SELECT count(DISTINCT xmin::text) FROM agent_events")
     assert transactions == [(3,)], "500, 500 and the rest"
+
+
+def test_other_clients_that_cannot_run_here_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_PYTHONS", sys.executable)
+    told: list[str] = []
+    with FilledLedger(SHAPES["A"], 60) as ledger:
+        found = peers.contenders(ledger, tcp=False, tell=told.append)
+        reasons = {name: why for name, _, why in (each.partition(" is left out: ") for each in told)}
+        assert all(reasons.values())
+        for name in ("pg-logical-replication", *(peer.name for peer in peers.PEERS)):
+            assert any(name in those for those in (reasons, found, [each.partition(" (")[0] for each in found])), name
+        for contender in found.values():
+            assert contender().seconds > 0
 
 
 def test_a_ledger_can_have_five_million_events() -> None:
