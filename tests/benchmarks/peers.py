@@ -89,8 +89,8 @@ def contenders(ledger: FilledLedger, *, tcp: bool, tell: Callable[[str], None]) 
 
 
 def _refused(ledger: FilledLedger, plugin: str) -> str:
-    """Why the server makes no slot with this plugin; empty if it does. It lacks it, or does not allow it (newer releases
-    have `output_plugin_libraries`)."""
+    """Why the server makes no slot with this plugin; empty if it does. It lacks it, or does not allow it
+    (``output_plugin_libraries`` of newer releases)."""
     try:
         ledger.reset(plugin)
     except (psycopg2.errors.UndefinedFile, psycopg2.errors.InsufficientPrivilege) as error:

@@ -157,9 +157,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.json:
         document.write("sustained", machine, found)
         return 0
-    print(
-        f"{'wanted':>10}{'a second':>10}{'lag':>12}{'CPU us':>10}{'memory':>11}{'order':>12}{'pg_recvlogical':>16}"
-    )
+    print(f"{'wanted':>10}{'a second':>10}{'lag':>12}{'CPU us':>10}{'memory':>11}{'order':>12}{'pg_recvlogical':>16}")
     for each in found["stretches"]:
         print(_line(each))
     print(f"sustained with less than {_BOUNDED:g} s of lag: {found['sustained_per_second']:,} a second")
