@@ -254,7 +254,7 @@ def table_facts(connection: Connection, ledger: LedgerTable) -> TableFacts | Non
 def _leaves(cursor: Any, oid: int) -> tuple[tuple[int, str, str], ...]:
     cursor.execute(
         """
-        SELECT c.oid, pg_catalog.format('%%s.%%s', n.nspname, c.relname), c.relpersistence::text
+        SELECT c.oid, pg_catalog.format('%%I.%%I', n.nspname, c.relname), c.relpersistence::text
           FROM pg_catalog.pg_partition_tree(%s::regclass) t
           JOIN pg_catalog.pg_class c ON c.oid = t.relid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
          WHERE t.isleaf AND c.oid <> %s ORDER BY 2
@@ -310,10 +310,10 @@ def _sequence(cursor: Any, oid: int, column: str) -> SequenceFacts | None:
 
 
 def table_name(connection: Connection, oid: int) -> str | None:
-    """What a table is called now, with its schema; ``None`` if there is none with this OID."""
+    """What a table is called now, as ``--table`` takes it (schema and name, not quoted); ``None`` if there is none."""
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_catalog.format('%%I.%%I', n.nspname, c.relname) FROM pg_catalog.pg_class AS c"
+            "SELECT pg_catalog.format('%%s.%%s', n.nspname, c.relname) FROM pg_catalog.pg_class AS c"
             " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = %s",
             (oid,),
         )
