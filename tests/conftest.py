@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import secrets
@@ -164,6 +165,16 @@ class Database:
                 break
             time.sleep(0.05)  # a terminated walsender lets go of its slot a little later
         cursor.execute(f'DROP DATABASE IF EXISTS "{self.name}" WITH (FORCE)')
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command that runs for long writes the log to its own standard error, which is closed when the test is over."""
+    logger = logging.getLogger("walstream")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
